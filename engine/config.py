@@ -1,0 +1,40 @@
+"""Choices of the engine, as numbers and names; imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.interface import MAX_SPEC
+
+DEFAULT_MODEL = "default"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What to load and how to run it. Values are already checked by whoever parsed them."""
+
+    model: str = DEFAULT_MODEL
+    """Checkpoint directory, or `default` for the shipped model."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    dtype: str = "auto"
+    """auto, float32 or bfloat16: the weights' and activations' type."""
+    threads: int | None = None
+    """CPU threads of the layers; None lets torch choose."""
+    num_slots: int = 4
+    max_context: int | None = None
+    """Tokens a slot holds; None takes what the model was made for."""
+    chunk_tokens: int | None = None
+    """Prompt chunk; None chooses by device."""
+    max_draft: int = MAX_SPEC
+    """0 runs without the draft layer."""
+    exact: bool = True
+    """Rows never depend on their company (product.md D3)."""
+
+
+def model_path(model: str) -> Path:
+    """The directory of a model given as a path or as `default`."""
+    if model == DEFAULT_MODEL:
+        return Path(__file__).parent / "default_model"
+    return Path(model)

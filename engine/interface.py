@@ -1,0 +1,197 @@
+"""The seam between scheduler and engine: frozen messages of ids and numbers, and the Engine protocol.
+
+Holds no tensor and imports no torch, so that messages can cross a process border (product.md D5).
+A *slot* is a seat in the batch; a *window* is one draft, verify, accept round over all slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+MAX_SPEC = 4
+"""Longest draft chain: a verify window has at most MAX_SPEC + 1 rows per slot (product.md D1)."""
+
+MAX_TOP_LOGPROBS = 20
+"""Most alternatives a row may report."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one sequence's tokens are picked. Constant for the life of the sequence.
+
+    A pick at absolute position p is the argmax over processed logits + Gumbel noise keyed by (seed, p, token id);
+    temperature 0 is the case without noise (product.md D2). Logits are processed in this order: logit_bias,
+    repetition penalty (prompt and output), presence and frequency penalties (output only), ban of stop ids while
+    fewer than min_tokens are out, temperature, top_k, top_p, min_p.
+    """
+
+    temperature: float = 1.0
+    """0 is greedy; otherwise > 0."""
+    top_k: int = 0
+    """Keep the k largest logits; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of largest probabilities whose sum reaches top_p, in (0, 1]."""
+    min_p: float = 0.0
+    """Drop ids whose probability is below min_p times the largest, in [0, 1]."""
+    seed: int = 0
+    """0 <= seed < 2**64."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    """> 0; 1 is off."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, bias) pairs with distinct ids."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Ids that end the sequence; the engine keeps nothing accepted after one."""
+    min_tokens: int = 0
+    """Stop ids cannot be picked before this many output tokens."""
+    top_logprobs: int | None = None
+    """None: no logprobs; n: the picked id's logprob and the n best alternatives, 0 <= n <= MAX_TOP_LOGPROBS."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotStart:
+    """Seat a new sequence at position 0 of a free slot: clears its state."""
+
+    slot: int
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillChunk:
+    """Read prompt ids at positions [start, start + len(token_ids)) of a slot.
+
+    `start` must equal the slot's number of computed tokens. When `is_last`, the row of the last id is sampled and
+    the result carries the sequence's first output token.
+    """
+
+    slot: int
+    start: int
+    token_ids: tuple[int, ...]
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeStep:
+    """Draft at most `max_draft` tokens for a slot and verify them together with its last sampled token.
+
+    The chain ends before the first draft whose draft-layer probability is below `spec_min_p`. The result has
+    1 to max_draft + 1 new tokens, so max_draft must be below the number of tokens still wanted.
+    """
+
+    slot: int
+    max_draft: int
+    spec_min_p: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowPlan:
+    """One call's work. A slot appears at most once in chunks + decodes; starts are applied first.
+
+    Chunks are read one after the other, each by itself, then all decodes run as one batch.
+    """
+
+    starts: tuple[SlotStart, ...] = ()
+    chunks: tuple[PrefillChunk, ...] = ()
+    decodes: tuple[DecodeStep, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """Log-probabilities of one row under the softmax of the unprocessed logits."""
+
+    logprob: float
+    """Of the picked id."""
+    top: tuple[tuple[int, float], ...]
+    """(id, logprob) of the best alternatives, best first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotTokens:
+    """New output tokens of one slot: accepted drafts, then the target's own next pick (the bonus)."""
+
+    slot: int
+    token_ids: tuple[int, ...]
+    """1 to num_drafted + 1 ids; the last one is a stop id if a stop was picked."""
+    num_drafted: int
+    """Drafts that entered the verify window."""
+    num_accepted: int
+    """Drafts equal to the target's pick, before any cut at a stop id."""
+    logprobs: tuple[TokenLogprobs, ...] | None
+    """One per token id when asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotFailure:
+    """A slot whose rows cannot be used (for example non-finite logits); the others of the window are good."""
+
+    slot: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowTimes:
+    """Wall-clock seconds of the parts of a window, for adapting depth and share."""
+
+    prefill_s: float
+    draft_s: float
+    verify_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowResult:
+    """Answer to one WindowPlan: tokens of every decode step and of every last chunk."""
+
+    tokens: tuple[SlotTokens, ...]
+    failures: tuple[SlotFailure, ...]
+    times: WindowTimes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanItem:
+    """One line of the memory plan."""
+
+    name: str
+    planned_bytes: int
+    actual_bytes: int | None
+    """None until allocated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What the loaded engine is; constant until it is closed."""
+
+    model_name: str
+    vocab_size: int
+    """Rows of the head; ids at or above it do not exist."""
+    max_context: int
+    """Tokens a slot can hold: prompt + output."""
+    num_slots: int
+    chunk_tokens: int
+    """Prompt chunks end at absolute multiples of this, and at turn starts (product.md D3)."""
+    max_draft: int
+    """0 when the model runs without its draft layer."""
+    device: str
+    dtype: str
+    kernels: str
+    """Which arithmetic was chosen at start, one readable line."""
+    load_s: float
+    memory_plan: tuple[PlanItem, ...]
+
+
+class Engine(Protocol):
+    """The engine core as the scheduler's process sees it. Synchronous; one caller, one window at a time."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """Facts of the loaded model."""
+        ...
+
+    def run_window(self, plan: WindowPlan) -> WindowResult:
+        """Run one window. Raises PlanError for a plan that contradicts the slots' state, EngineError else."""
+        ...
+
+    def close(self) -> None:
+        """Free everything; the engine cannot be used afterwards."""
+        ...
