@@ -1,0 +1,89 @@
+"""The draft layer and its chain, recomputed from the first cell at every step (model.md 3.2 to 3.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.reference.model import ReferenceModel, decoder_layer
+from engine.reference.norm import zero_centred_rms
+from engine.reference.weights import under
+
+DraftPick = Callable[[Tensor, int], int]
+"""(logits [V], absolute position of the token being drafted) -> token id."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftStep:
+    """One drafted token."""
+
+    token_id: int
+    logits: Tensor
+    """fp32 [V]."""
+
+    @property
+    def probability(self) -> float:
+        """Of the drafted token under the softmax of the draft layer's own logits."""
+        return float(self.logits.softmax(-1)[self.token_id])
+
+
+def draft_logits(
+    model: ReferenceModel, ids: Sequence[int], streams: Tensor, drafts: Sequence[int] = ()
+) -> Tensor:
+    """Logits of every step of a chain whose drafted tokens are given.
+
+    ids: the committed tokens 0..n, the last one sampled and not yet read by the trunk. streams [n, hc*H]: the
+    trunk's, of positions 0..n-1. drafts: d1..dk, the tokens that follow ids. Returns [k + 1, V]; row j is the
+    distribution of the token at position n + 1 + j.
+
+    Cell i (RoPE position i) is made from id(i+1) and the trunk's streams at i; the cells behind the last trunk
+    position are made from the drafted tokens and the draft layer's own streams. Every step selects its blocks afresh.
+    """
+    if streams.shape[0] != len(ids) - 1:
+        raise ValueError(
+            f"{len(ids)} ids need {len(ids) - 1} rows of streams, not {streams.shape[0]}"
+        )
+    layer = under(model.mtp, "layers.0")
+    cells = draft_inputs(model, ids[1:], streams)
+    rows: list[Tensor] = []
+    for step in range(len(drafts) + 1):
+        own = decoder_layer(cells, layer, model.config, is_attention=True)[-1:]
+        rows.append(model.logits(own, under(model.mtp, "hyper_connection_mixer")))
+        if step < len(drafts):
+            cells = torch.cat((cells, draft_inputs(model, [drafts[step]], own)))
+    return torch.cat(rows)
+
+
+def draft_chain(
+    model: ReferenceModel, ids: Sequence[int], streams: Tensor, num_drafts: int, pick: DraftPick
+) -> list[DraftStep]:
+    """The chain in which each step continues from the token picked by the one before."""
+    steps: list[DraftStep] = []
+    for _ in range(num_drafts):
+        drafts = [step.token_id for step in steps]
+        logits = draft_logits(model, ids, streams, drafts)[-1]
+        steps.append(DraftStep(token_id=pick(logits, len(ids) + len(drafts)), logits=logits))
+    return steps
+
+
+def greedy_pick(logits: Tensor, position: int) -> int:
+    """Largest logit, the smaller id if equal."""
+    del position
+    return int(logits.numpy().argmax())
+
+
+def draft_inputs(model: ReferenceModel, next_ids: Sequence[int], streams: Tensor) -> Tensor:
+    """The draft layer's input streams out of each position's streams and the token after it.
+
+    next_ids [T]; streams [T, hc*H] -> [T, hc*H]. The norm of the streams takes ONE mean square over all of them.
+    """
+    weights, eps = model.mtp, model.config.rms_norm_eps
+    embedded = model.embedding[torch.tensor(next_ids)]
+    embedded = zero_centred_rms(embedded, weights["pre_fc_norm_embedding.weight"], eps)
+    token_part = embedded @ weights["fc_embedding.weight"].T
+    normed = zero_centred_rms(streams, weights["pre_fc_norm_hidden.weight"], eps)
+    stream_parts = normed.unflatten(-1, (model.config.hc_count, -1)) @ weights["fc_hidden.weight"].T
+    return (stream_parts + token_part[:, None, :]).flatten(1)
