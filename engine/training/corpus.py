@@ -27,11 +27,12 @@ ROLE_NAMES = {
     "bard": "assistant",
 }
 
-_MAX_USER_CHARS = 1800
+_MAX_USER_CHARS = 3000
 _MAX_ASSISTANT_CHARS = 4000
-_MAX_NON_ASCII = 0.01
+_MAX_NON_ASCII = 0.015
 _MIN_STOPWORDS = 0.16
-_MAX_CODE_LINES = 0.08
+_MAX_CODE_LINES = 0.15
+_MAX_FENCED = 0.35
 _MIN_COMPRESSED = 0.18
 
 _STOPWORDS = frozenset(
@@ -40,8 +41,8 @@ _STOPWORDS = frozenset(
     "up us was we were what when which who will with would you your".split()
 )
 _BOILERPLATE = re.compile(
-    r"\bas an? (?:ai|artificial intelligence|language model|large language)\b|\bi'?a?m an? ai\b"
-    r"|\bai language model\b|\bopen ?ai\b|\bchat ?gpt\b|\bgpt-?[1-9]|\bmy knowledge cutoff\b"
+    r"\b(?:as|i'?m|i am) an? (?:ai|artificial intelligence|language model|large language)\b"
+    r"|\bai language model\b|\bopen ?ai\b|\bthis is bing\b|\bgoogle bard\b|\bchat ?gpt\b|\bgpt-?[1-9]|\bmy knowledge cutoff\b"
     r"|\bcontent policy\b|\bbrowsing mode\b|\bjailbreak\b|\bDAN\b",
     re.IGNORECASE,
 )
@@ -76,7 +77,12 @@ _PUNCTUATION = str.maketrans(
 # First 12 hex digits of the SHA-256 of words for which an exchange is dropped, so that the list
 # can be checked but need not be read.
 _DROPPED_WORD_HASHES = frozenset(
-    ("ba4c7d5bdcbf", "4f1b2d9c9f6b", "ab0ac1f9dd2b", "1a5a0dbe4e47", "ad505b0be8a4")
+    (
+        " 120f6e5b4ea3 5b3ae48be122 08a841e99678 8f5083e3e5c7 1e02eec4f109 c3de533e9b7f"
+        " 268651b3ece9 f9d0d9b18ae9 45cd3e1bb472 98b52c4b6b7d 044eb98b1876 16ea09fc78ca"
+        " eef3bd091670 566f532d486c 517ae3f73216 9ae315a94e42 937d56e49744 c2c3b68b4883"
+        " 11cf8376a157 158869a97379 bd331fb1d242 886d51e97ad7 c1b4ed05397d cc02032349c8"
+    ).split()
 )
 
 
@@ -158,9 +164,11 @@ def is_english(text: str) -> bool:
 
 
 def is_code(text: str) -> bool:
-    """True if the text has a fenced block or more than a few lines that look like a program."""
-    if "```" in text:
+    """True if much of the text is fenced, or more than a few lines look like a program."""
+    fenced = sum(len(block) for block in text.split("```")[1::2])
+    if fenced > _MAX_FENCED * len(text):
         return True
+    text = "".join(text.split("```")[::2])
     lines = [line for line in text.split("\n") if line.strip()]
     return sum(bool(_CODE_LINE.search(line)) for line in lines) > _MAX_CODE_LINES * len(lines)
 
