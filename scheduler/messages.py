@@ -5,15 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from engine.interface import MAX_SPEC, MAX_TOP_LOGPROBS, SamplingParams, TokenLogprobs
+from engine.interface import (
+    MAX_SPEC,
+    MAX_TOP_LOGPROBS,
+    EngineInfo,
+    PlanItem,
+    SamplingParams,
+    TokenLogprobs,
+)
 
 __all__ = [
     "MAX_SPEC",
     "MAX_TOP_LOGPROBS",
+    "EngineInfo",
     "Failed",
     "FinishReason",
     "Finished",
     "GenerateRequest",
+    "PlanItem",
     "SamplingParams",
     "TokenEvent",
     "TokenLogprobs",
