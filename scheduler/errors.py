@@ -11,6 +11,7 @@ SchedulerError
       +-- DeadlineExceeded    the request's own deadline passed
       +-- EngineDead          the engine died while the request was in flight
       +-- SlotFailed          the engine gave up this sequence alone
+ +-- EngineStartFailed        the first start: the engine cannot be loaded
 """
 
 
@@ -72,3 +73,15 @@ class EngineDead(RequestFailed):
 
 class SlotFailed(RequestFailed):
     """The engine gave up this sequence alone."""
+
+
+class EngineStartFailed(SchedulerError):
+    """The engine cannot be loaded; raised by `Scheduler.start` alone, never to a client.
+
+    kind: the class name of the engine's error (`ModelLoadError`, `PlanRefused`, ...), or "" when the process died or
+    took too long.
+    """
+
+    def __init__(self, message: str, *, kind: str = "") -> None:
+        super().__init__(f"{kind}: {message}" if kind else message)
+        self.kind = kind

@@ -1,0 +1,324 @@
+"""The scripted engine: the Engine protocol without a model, for tests and for load tests of the gateway.
+
+Its tokens are a function of (prompt ids, seed, position) alone, so whatever the schedule was, a sequence's output
+must equal `expected_output`. It refuses every plan that contradicts the slots' state, and fails where told to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from engine.errors import KernelFailure, ModelLoadError, PlanError
+from engine.interface import (
+    MAX_SPEC,
+    DecodeStep,
+    EngineInfo,
+    PrefillChunk,
+    SamplingParams,
+    SlotFailure,
+    SlotTokens,
+    TokenLogprobs,
+    WindowPlan,
+    WindowResult,
+    WindowTimes,
+)
+
+
+class FaultKind(StrEnum):
+    """How a window goes wrong."""
+
+    ERROR = "error"
+    """An exception nobody foresaw."""
+    KERNEL = "kernel"
+    """KernelFailure."""
+    PLAN = "plan"
+    """PlanError for a good plan."""
+    SLOT = "slot"
+    """SlotFailure of `slot`, if the window has rows of it that would give tokens."""
+    DIE = "die"
+    """The process ends without a word."""
+    HANG = "hang"
+    """The window never returns (until the engine is closed)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One scripted failure."""
+
+    window: int
+    """Windows are counted from 0 at load."""
+    kind: FaultKind
+    slot: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeScript:
+    """Everything the scripted engine does; frozen, so that it crosses the process border."""
+
+    num_slots: int = 4
+    max_context: int = 4096
+    chunk_tokens: int = 64
+    max_draft: int = MAX_SPEC
+    vocab_size: int = 8192
+    output_ids: tuple[int, ...] = ()
+    """Every sequence's output, its last id repeated for ever; empty: ids from a hash."""
+    accepted: tuple[int, ...] = (4, 2, 0, 3, 1)
+    """Accepted drafts of a sequence's first, second, ... decode step, round and round, cut to its max_draft."""
+    prompt_token_s: float = 0.0
+    decode_s: float = 0.0
+    """Per window with decode steps."""
+    row_s: float = 0.0
+    """Per verified row."""
+    load_s: float = 0.0
+    load_error: str | None = None
+    """Loading fails with a ModelLoadError that says this."""
+    load_dies: bool = False
+    faults: tuple[Fault, ...] = ()
+
+
+def scripted_token(
+    script: FakeScript, prompt_ids: tuple[int, ...], sampling: SamplingParams, index: int
+) -> int:
+    """Output token number `index` of a sequence, whatever the schedule."""
+    return _token(script, _digest(prompt_ids), sampling, index)
+
+
+def expected_output(
+    script: FakeScript, prompt_ids: tuple[int, ...], sampling: SamplingParams, max_tokens: int
+) -> tuple[int, ...]:
+    """The whole output of a sequence: up to max_tokens ids, ended by the first stop id."""
+    digest = _digest(prompt_ids)
+    ids: list[int] = []
+    while len(ids) < max_tokens and not (ids and ids[-1] in sampling.stop_token_ids):
+        ids.append(_token(script, digest, sampling, len(ids)))
+    return tuple(ids)
+
+
+class FakeEngine:
+    """Engine protocol over a FakeScript. `die` is what a DIE fault calls."""
+
+    def __init__(self, script: FakeScript) -> None:
+        self._script = script
+        self._slots = [_FakeSlot() for _ in range(script.num_slots)]
+        self._num_windows = 0
+        self._closed = threading.Event()
+        self._closed.wait(script.load_s)
+        if script.load_dies:
+            os._exit(3)
+        if script.load_error is not None:
+            raise ModelLoadError(script.load_error)
+        self.info = EngineInfo(
+            model_name="scripted",
+            vocab_size=script.vocab_size,
+            max_context=script.max_context,
+            num_slots=script.num_slots,
+            chunk_tokens=script.chunk_tokens,
+            max_draft=script.max_draft,
+            device="none",
+            dtype="none",
+            kernels="scripted tokens",
+            load_s=script.load_s,
+            memory_plan=(),
+        )
+
+    def run_window(self, plan: WindowPlan) -> WindowResult:
+        """Run one window of the script."""
+        if self._closed.is_set():
+            raise PlanError("the engine is closed")
+        window = self._num_windows
+        self._num_windows += 1
+        faults = [fault for fault in self._script.faults if fault.window == window]
+        for fault in faults:
+            self._fail(fault)
+        self._check(plan)
+        for start in plan.starts:
+            self._slots[start.slot] = _FakeSlot(sampling=start.sampling)
+        broken = {fault.slot for fault in faults if fault.kind is FaultKind.SLOT}
+        produced = (*self._read(plan.chunks), *self._decode(plan.decodes))
+        times = self._times(plan, produced)
+        self._closed.wait(times.prefill_s + times.draft_s + times.verify_s)
+        return WindowResult(
+            tokens=tuple(tokens for tokens in produced if tokens.slot not in broken),
+            failures=tuple(self._break(t.slot) for t in produced if t.slot in broken),
+            times=times,
+        )
+
+    def close(self) -> None:
+        """Let a hanging window go; refuse all later ones."""
+        self._closed.set()
+
+    def _fail(self, fault: Fault) -> None:
+        message = f"scripted {fault.kind} in window {fault.window}"
+        match fault.kind:
+            case FaultKind.ERROR:
+                raise RuntimeError(message)
+            case FaultKind.KERNEL:
+                raise KernelFailure(message)
+            case FaultKind.PLAN:
+                raise PlanError(message)
+            case FaultKind.DIE:
+                os._exit(3)
+            case FaultKind.HANG:
+                self._closed.wait()
+            case FaultKind.SLOT:
+                pass
+
+    def _break(self, slot: int) -> SlotFailure:
+        self._slots[slot] = _FakeSlot()
+        return SlotFailure(slot=slot, message="scripted slot failure")
+
+    def _check(self, plan: WindowPlan) -> None:
+        """Everything that the interface says about a plan; nothing has been changed when this raises."""
+        if not plan.chunks and not plan.decodes:
+            raise PlanError("the plan has neither chunks nor decode steps")
+        num_slots = self._script.num_slots
+        used = [item.slot for item in (*plan.chunks, *plan.decodes)]
+        started = [start.slot for start in plan.starts]
+        for slots, what in ((used, "chunks and decodes"), (started, "starts")):
+            if len(set(slots)) != len(slots):
+                raise PlanError(f"a slot appears twice in {what}: {slots}")
+            if any(not 0 <= slot < num_slots for slot in slots):
+                raise PlanError(f"{what} use slots {slots}; there are {num_slots}")
+        if idle := set(started) - {chunk.slot for chunk in plan.chunks}:
+            raise PlanError(f"slots {sorted(idle)} are started without a chunk")
+        for chunk in plan.chunks:
+            fresh = chunk.slot in started
+            self._check_chunk(chunk, _FakeSlot.seated() if fresh else self._slots[chunk.slot])
+        for step in plan.decodes:
+            self._check_step(step, self._slots[step.slot])
+
+    def _check_chunk(self, chunk: PrefillChunk, slot: _FakeSlot) -> None:
+        where = f"chunk of slot {chunk.slot}"
+        chunk_tokens = self._script.chunk_tokens
+        end = chunk.start + len(chunk.token_ids)
+        if slot.sampling is None:
+            raise PlanError(f"{where}: the slot was not started")
+        if slot.prompt_done:
+            raise PlanError(f"{where}: the prompt is already read")
+        if chunk.start != slot.num_computed:
+            raise PlanError(f"{where}: starts at {chunk.start}, computed are {slot.num_computed}")
+        if not chunk.token_ids:
+            raise PlanError(f"{where}: it is empty")
+        if chunk.start // chunk_tokens != (end - 1) // chunk_tokens:
+            raise PlanError(f"{where}: [{chunk.start}, {end}) crosses a multiple of {chunk_tokens}")
+        if end >= self._script.max_context:
+            raise PlanError(f"{where}: ends at {end}, the context is {self._script.max_context}")
+        if any(not 0 <= token_id < self._script.vocab_size for token_id in chunk.token_ids):
+            raise PlanError(f"{where}: a token id is outside 0 to {self._script.vocab_size - 1}")
+
+    def _check_step(self, step: DecodeStep, slot: _FakeSlot) -> None:
+        where = f"decode of slot {step.slot}"
+        if not slot.prompt_done:
+            raise PlanError(f"{where}: its prompt is not read")
+        if slot.ended:
+            raise PlanError(f"{where}: the sequence ended with a stop id")
+        if not 0 <= step.max_draft <= self._script.max_draft:
+            raise PlanError(
+                f"{where}: max_draft {step.max_draft} is outside 0 to {self._script.max_draft}"
+            )
+        if not 0.0 <= step.spec_min_p <= 1.0:
+            raise PlanError(f"{where}: spec_min_p {step.spec_min_p} is outside 0 to 1")
+        end = slot.num_computed + 1 + step.max_draft
+        if end > self._script.max_context:
+            raise PlanError(f"{where}: rows to {end}, the context is {self._script.max_context}")
+
+    def _read(self, chunks: tuple[PrefillChunk, ...]) -> Iterator[SlotTokens]:
+        for chunk in chunks:
+            slot = self._slots[chunk.slot]
+            slot.prompt_ids += chunk.token_ids
+            slot.num_computed += len(chunk.token_ids)
+            if chunk.is_last:
+                slot.prompt_done = True
+                slot.digest = _digest(slot.prompt_ids)
+                yield self._produce(chunk.slot, num_drafted=0, num_accepted=0)
+
+    def _decode(self, steps: tuple[DecodeStep, ...]) -> Iterator[SlotTokens]:
+        for step in steps:
+            slot = self._slots[step.slot]
+            accepted = self._script.accepted
+            wanted = accepted[slot.num_steps % len(accepted)] if accepted else 0
+            num_accepted = min(step.max_draft, wanted)
+            gated = step.spec_min_p > 0.0
+            num_drafted = min(step.max_draft, num_accepted + 1) if gated else step.max_draft
+            slot.num_steps += 1
+            slot.num_computed += num_accepted + 1
+            yield self._produce(step.slot, num_drafted=num_drafted, num_accepted=num_accepted)
+
+    def _produce(self, index: int, *, num_drafted: int, num_accepted: int) -> SlotTokens:
+        slot = self._slots[index]
+        sampling = slot.sampling
+        assert sampling is not None
+        ids: list[int] = []
+        while len(ids) < num_accepted + 1 and not slot.ended:
+            ids.append(_token(self._script, slot.digest, sampling, slot.num_output))
+            slot.num_output += 1
+            slot.ended = ids[-1] in sampling.stop_token_ids
+        return SlotTokens(
+            slot=index,
+            token_ids=tuple(ids),
+            num_drafted=num_drafted,
+            num_accepted=num_accepted,
+            logprobs=self._logprobs(ids, sampling),
+        )
+
+    def _logprobs(
+        self, ids: list[int], sampling: SamplingParams
+    ) -> tuple[TokenLogprobs, ...] | None:
+        if sampling.top_logprobs is None:
+            return None
+        vocab_size = self._script.vocab_size
+        ranks = range(sampling.top_logprobs)
+        return tuple(
+            TokenLogprobs(
+                logprob=-0.5,
+                top=tuple(((token_id + rank) % vocab_size, -0.5 - rank) for rank in ranks),
+            )
+            for token_id in ids
+        )
+
+    def _times(self, plan: WindowPlan, produced: tuple[SlotTokens, ...]) -> WindowTimes:
+        script = self._script
+        decoding = {step.slot for step in plan.decodes}
+        rows = sum(1 + tokens.num_drafted for tokens in produced if tokens.slot in decoding)
+        return WindowTimes(
+            prefill_s=script.prompt_token_s * sum(len(chunk.token_ids) for chunk in plan.chunks),
+            draft_s=0.0,
+            verify_s=(script.decode_s if plan.decodes else 0.0) + script.row_s * rows,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class _FakeSlot:
+    sampling: SamplingParams | None = None
+    prompt_ids: tuple[int, ...] = ()
+    digest: bytes = field(default=b"", repr=False)
+    num_computed: int = 0
+    prompt_done: bool = False
+    num_output: int = 0
+    num_steps: int = 0
+    ended: bool = False
+
+    @classmethod
+    def seated(cls) -> _FakeSlot:
+        return cls(sampling=SamplingParams())
+
+
+def _digest(prompt_ids: tuple[int, ...]) -> bytes:
+    joined = b"".join(token_id.to_bytes(4, "little") for token_id in prompt_ids)
+    return hashlib.blake2b(joined, digest_size=16).digest()
+
+
+def _token(script: FakeScript, digest: bytes, sampling: SamplingParams, index: int) -> int:
+    if script.output_ids:
+        return script.output_ids[min(index, len(script.output_ids) - 1)]
+    key = sampling.seed.to_bytes(8, "little")
+    noise = hashlib.blake2b(digest + index.to_bytes(4, "little"), digest_size=8, key=key).digest()
+    token_id = int.from_bytes(noise, "little") % script.vocab_size
+    while index < sampling.min_tokens and token_id in sampling.stop_token_ids:
+        token_id = (token_id + 1) % script.vocab_size
+    return token_id

@@ -1,0 +1,206 @@
+"""The only file where asyncio meets the engine process: spawn it, speak its frames, see it die.
+
+Engine errors become the scheduler's here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import engine
+from engine.wire import (
+    HEADER_BYTES,
+    Close,
+    Load,
+    LoadFailed,
+    LogLine,
+    Message,
+    Ready,
+    RunWindow,
+    ToEngine,
+    WindowDone,
+    WindowFailed,
+    WireError,
+    decode,
+    encode,
+    payload_length,
+)
+from scheduler.errors import EngineDead, EngineStartFailed
+from scheduler.supervisor import WindowRefused
+
+if TYPE_CHECKING:
+    from asyncio.subprocess import Process
+
+    from engine.interface import EngineInfo, WindowPlan, WindowResult
+    from scheduler.config import SchedulerConfig
+
+_ENGINE_LOG = logging.getLogger("engine")
+_DEATH_GRACE_S = 0.3
+"""A process whose socket is closed has so long to be seen dead before it is killed."""
+
+
+async def launch_process(config: SchedulerConfig) -> ProcessLink:
+    """Start an engine process and return when it is loaded. A LaunchEngine but for the config."""
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs:
+            process = await _spawn(theirs)
+    except BaseException as error:
+        ours.close()
+        if isinstance(error, OSError):
+            raise EngineStartFailed(f"cannot start the engine process: {error}") from error
+        raise
+    try:
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        pipe = _Pipe(process, reader, writer)
+    except BaseException:
+        ours.close()
+        _kill(process)
+        raise
+    try:
+        info = await _load(pipe, config)
+    except BaseException:
+        await pipe.end()
+        raise
+    return ProcessLink(pipe, info)
+
+
+async def _spawn(sock: socket.socket) -> Process:
+    package_root = str(Path(engine.__path__[0]).parent)
+    inherited = os.environ.get("PYTHONPATH")
+    python_path = os.pathsep.join((package_root, inherited) if inherited else (package_root,))
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", "engine.worker", "--fd", str(sock.fileno())),
+        pass_fds=(sock.fileno(),),
+        stdin=asyncio.subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": python_path},
+    )
+
+
+async def _load(pipe: _Pipe, config: SchedulerConfig) -> EngineInfo:
+    timeout_s = config.supervision.load_timeout_s
+    try:
+        async with asyncio.timeout(timeout_s):
+            answer = await pipe.ask(Load(config=config.engine, scripted=config.scripted))
+    except TimeoutError:
+        raise EngineStartFailed(f"loading took longer than {timeout_s:g} s") from None
+    except EngineDead as error:
+        raise EngineStartFailed(f"{error} while loading") from error
+    match answer:
+        case Ready(info=info):
+            return info
+        case LoadFailed(kind=kind, message=message):
+            raise EngineStartFailed(message, kind=kind)
+        case _:
+            raise EngineStartFailed(f"unexpected {type(answer).__name__} while loading")
+
+
+class ProcessLink:
+    """EngineLink to a loaded engine process."""
+
+    def __init__(self, pipe: _Pipe, info: EngineInfo) -> None:
+        self._pipe = pipe
+        self._info = info
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    @property
+    def pid(self) -> int:
+        return self._pipe.process.pid
+
+    async def run_window(self, plan: WindowPlan) -> WindowResult:
+        match await self._pipe.ask(RunWindow(plan=plan)):
+            case WindowDone(result=result):
+                return result
+            case WindowFailed(kind=kind, message=message, fatal=False):
+                raise WindowRefused(f"{kind}: {message}")
+            case WindowFailed(kind=kind, message=message):
+                raise EngineDead(f"the engine failed: {kind}: {message}")
+            case answer:
+                raise EngineDead(f"the engine answered a window with {type(answer).__name__}")
+
+    async def wait_dead(self) -> str:
+        return await self._pipe.wait_dead()
+
+    def kill(self) -> None:
+        _kill(self._pipe.process)
+
+    async def close(self, timeout_s: float) -> None:
+        try:
+            with contextlib.suppress(TimeoutError, EngineDead):
+                async with asyncio.timeout(timeout_s):
+                    await self._pipe.send(Close())
+                    await self._pipe.wait_dead()
+        finally:
+            await self._pipe.end()
+
+
+class _Pipe:
+    """Frames to and from one process."""
+
+    def __init__(
+        self, process: Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.process = process
+        self._reader = reader
+        self._writer = writer
+
+    async def ask(self, message: ToEngine) -> Message:
+        """Send, then wait for what is not a log line. Raises EngineDead when the process is gone."""
+        await self.send(message)
+        try:
+            while isinstance(answer := await self._receive(), LogLine):
+                _ENGINE_LOG.log(answer.level, "%s", answer.text)
+        except (OSError, asyncio.IncompleteReadError):
+            raise EngineDead(await self._cause_of_death()) from None
+        except WireError as error:
+            raise EngineDead(f"the engine process sent {error}") from error
+        return answer
+
+    async def send(self, message: ToEngine) -> None:
+        try:
+            self._writer.write(encode(message))
+            await self._writer.drain()
+        except OSError:
+            raise EngineDead(await self._cause_of_death()) from None
+
+    async def wait_dead(self) -> str:
+        status = await self.process.wait()
+        if status >= 0:
+            return f"the engine process ended with status {status}"
+        return f"the engine process was ended by {signal.Signals(-status).name}"
+
+    async def end(self) -> None:
+        """Kill and reap the process, close the socket."""
+        _kill(self.process)
+        self._writer.close()
+        await self.process.wait()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
+
+    async def _receive(self) -> Message:
+        length = payload_length(await self._reader.readexactly(HEADER_BYTES))
+        return decode(await self._reader.readexactly(length))
+
+    async def _cause_of_death(self) -> str:
+        try:
+            async with asyncio.timeout(_DEATH_GRACE_S):
+                return await self.wait_dead()
+        except TimeoutError:
+            return "the engine process closed its socket"
+
+
+def _kill(process: Process) -> None:
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()

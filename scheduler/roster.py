@@ -1,0 +1,191 @@
+"""Roster: every live sequence with its handle, waiting or seated, and the bookkeeping around one window.
+
+Synchronous; its methods are called from the event loop's thread between two awaits of the loop, which is why cancel
+and submit may come at any time and the slots still have one owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from scheduler.admission import WaitingQueue, retry_after_s
+from scheduler.errors import DeadlineExceeded, Overloaded
+from scheduler.handle import RequestHandle
+from scheduler.messages import Failed, Finished, GenerateRequest, TokenEvent, Tokens
+from scheduler.prefill import ReadShare
+from scheduler.sequence import Phase, SequenceState
+from scheduler.slots import SlotTable
+from scheduler.stats import Counters, Outcome, SlotView, Totals, outcome_of
+from scheduler.window import Pace, WindowRules, apply_result, measured, plan_window
+
+if TYPE_CHECKING:
+    from engine.interface import EngineInfo, WindowPlan, WindowResult
+    from scheduler.config import SchedulerConfig
+
+_SEAT_TIME_DECAY = 0.9
+
+
+class Roster:
+    """Who waits, who sits where, and what each caller has been told."""
+
+    def __init__(
+        self, config: SchedulerConfig, info: EngineInfo, clock: Callable[[], float]
+    ) -> None:
+        self._config = config
+        self._info = info
+        self._clock = clock
+        self._rules = WindowRules(
+            chunk_tokens=info.chunk_tokens,
+            turn_token_id=config.turn_token_id,
+            max_passes=config.max_passes,
+        )
+        self._pace = Pace(share=ReadShare(decode_share=config.decode_share))
+        self._waiting = WaitingQueue(config.max_queue)
+        self._table = SlotTable(info.num_slots)
+        self._handles: dict[int, RequestHandle] = {}
+        self._mean_seat_s = 0.0
+        self._counters = Counters()
+
+    @property
+    def is_empty(self) -> bool:
+        """No sequence waits or has a seat."""
+        return not self._waiting and self._table.num_free == len(self._table)
+
+    def admit(self, request: GenerateRequest) -> RequestHandle:
+        """Queue a request. Raises Overloaded."""
+        if not self._waiting.has_room(self._table.num_free):
+            self._counters.rejected += 1
+            raise Overloaded(
+                f"{len(self._waiting)} requests are waiting already",
+                retry_after_s=retry_after_s(self._mean_seat_s, len(self._table)),
+            )
+        now = self._clock()
+        info, deadline_s = self._info, request.deadline_s
+        asked_draft, asked_min_p = request.max_draft, request.spec_min_p
+        sequence = SequenceState(
+            request=request,
+            arrival=self._counters.submitted,
+            deadline_at_s=None if deadline_s is None else now + deadline_s,
+            max_draft=info.max_draft if asked_draft is None else min(asked_draft, info.max_draft),
+            spec_min_p=self._config.spec_min_p if asked_min_p is None else asked_min_p,
+        )
+        handle = RequestHandle(request, submitted_s=now, on_cancel=partial(self._cancel, sequence))
+        self._counters.submitted += 1
+        self._handles[sequence.arrival] = handle
+        self._waiting.add(sequence)
+        return handle
+
+    def give_up_overdue(self) -> None:
+        """Fail everyone whose deadline has passed."""
+        now = self._clock()
+        overdue = self._waiting.take_overdue(now)
+        for slot in tuple(self._table):
+            if slot.sequence.is_overdue(now):
+                overdue += (self._table.release(slot.index),)
+        for sequence in overdue:
+            limit_s = sequence.request.deadline_s
+            error = DeadlineExceeded(f"not finished within its deadline of {limit_s} s")
+            self._publish(sequence, Failed(error=error))
+
+    def seat_waiting(self) -> None:
+        """Give free seats to those who are next."""
+        while self._waiting and self._table.num_free:
+            seated = [slot.sequence for slot in self._table]
+            sequence = self._waiting.take_next(seated)
+            self._table.seat(sequence)
+            self._handles[sequence.arrival].started_s = self._clock()
+
+    def plan(self) -> WindowPlan | None:
+        """The next window, None when there is nothing to do."""
+        return plan_window(self._table, self._rules, self._pace)
+
+    def apply(self, plan: WindowPlan, result: WindowResult, seconds: float) -> None:
+        """Take in a window's result and tell the callers."""
+        self._counters.count_window(plan, result, seconds)
+        self._pace = measured(self._pace, plan, result)
+        for news in apply_result(self._table, plan, result):
+            self._publish(news.sequence, news.event)
+
+    def fail_all(self, error: Exception) -> None:
+        """Nobody here can go on."""
+        seated = tuple(self._table.release(slot.index) for slot in tuple(self._table))
+        for sequence in (*seated, *self._waiting.take_all()):
+            self._publish(sequence, Failed(error=error))
+
+    def fail_seated(self, error: Exception) -> None:
+        """Those who have seats cannot go on."""
+        for slot in tuple(self._table):
+            self._publish(self._table.release(slot.index), Failed(error=error))
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def totals(self) -> Totals:
+        return self._counters.snapshot()
+
+    def slot_views(self) -> tuple[SlotView, ...]:
+        taken = {slot.index: slot.sequence for slot in self._table}
+        return tuple(_view(index, taken.get(index)) for index in range(len(self._table)))
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError when queue, seats, handles and counts contradict each other."""
+        self._table.check_invariants()
+        live = {slot.sequence.arrival for slot in self._table if not slot.sequence.cancelled}
+        waiting = self._waiting.arrivals()
+        assert not live & waiting, "both seated and waiting"
+        assert live | waiting == self._handles.keys(), "a live sequence without a handle"
+        assert not any(handle.ended for handle in self._handles.values()), "an ended live sequence"
+        num_ended = sum(self._counters.outcomes.values())
+        assert self._counters.submitted == num_ended + len(self._handles), "outcomes do not add up"
+
+    def _cancel(self, sequence: SequenceState) -> None:
+        """The caller left: out of the queue now, out of the seat when its window returns."""
+        sequence.cancelled = True
+        if sequence.phase is Phase.WAITING:
+            self._waiting.remove(sequence)
+        handle = self._handles.pop(sequence.arrival)
+        handle.ended_s = self._clock()
+        self._counters.outcomes[Outcome.CANCELLED] += 1
+
+    def _publish(self, sequence: SequenceState, event: TokenEvent) -> None:
+        """Tell the caller, unless it has left."""
+        handle = self._handles.get(sequence.arrival)
+        if handle is None:
+            return
+        now = self._clock()
+        handle.publish(event, now)
+        match event:
+            case Tokens(token_ids=token_ids):
+                self._counters.completion_tokens += len(token_ids)
+            case Finished() | Failed():
+                del self._handles[sequence.arrival]
+                self._counters.outcomes[outcome_of(event)] += 1
+                if handle.started_s is not None:
+                    self._note_seat_time(now - handle.started_s)
+
+    def _note_seat_time(self, seconds: float) -> None:
+        keep = _SEAT_TIME_DECAY if self._mean_seat_s else 0.0
+        self._mean_seat_s = keep * self._mean_seat_s + (1.0 - keep) * seconds
+
+
+def _view(index: int, sequence: SequenceState | None) -> SlotView:
+    if sequence is None:
+        return SlotView(
+            index=index,
+            request_id=None,
+            phase=None,
+            prompt_tokens=0,
+            read_tokens=0,
+            output_tokens=0,
+        )
+    return SlotView(
+        index=index,
+        request_id=sequence.request.request_id,
+        phase=sequence.phase,
+        prompt_tokens=sequence.num_prompt_tokens,
+        read_tokens=sequence.num_read_tokens,
+        output_tokens=len(sequence.output_ids),
+    )

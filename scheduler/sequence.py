@@ -1,0 +1,83 @@
+"""SequenceState: one request's ids and counters while the scheduler works on it.
+
+Owned by the scheduler's loop; nobody else writes it. Knows neither slots nor the caller's handle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from scheduler.draft import Acceptance
+from scheduler.messages import FinishReason, GenerateRequest, Usage
+
+
+class Phase(StrEnum):
+    """Where a sequence stands."""
+
+    WAITING = "waiting"
+    READING = "reading"
+    """Seated; its prompt is being read."""
+    DECODING = "decoding"
+    ENDED = "ended"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class SequenceState:
+    """A request and how far it has come."""
+
+    request: GenerateRequest
+    arrival: int
+    """Number of the submission: identity and order."""
+    deadline_at_s: float | None
+    """On the scheduler's clock."""
+    max_draft: int
+    """Longest draft chain: the least of request, server and engine."""
+    spec_min_p: float
+    phase: Phase = Phase.WAITING
+    cancelled: bool = False
+    num_read_tokens: int = 0
+    """Prompt tokens [0, num_read_tokens) are in the slot's state."""
+    num_passes: int = 0
+    """Chunk boundaries at which others went first since the last chunk of this prompt."""
+    output_ids: list[int] = field(default_factory=list[int])
+    num_steps: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
+    acceptance: Acceptance = field(default_factory=Acceptance)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def num_unread_tokens(self) -> int:
+        return self.num_prompt_tokens - self.num_read_tokens
+
+    @property
+    def num_wanted_tokens(self) -> int:
+        """Output tokens until max_tokens."""
+        return self.request.max_tokens - len(self.output_ids)
+
+    @property
+    def draft_cap(self) -> int:
+        """Longest chain whose window cannot overshoot max_tokens."""
+        return max(0, min(self.max_draft, self.num_wanted_tokens - 1))
+
+    def is_overdue(self, now_s: float) -> bool:
+        return self.deadline_at_s is not None and now_s >= self.deadline_at_s
+
+    def finish_reason(self) -> FinishReason | None:
+        """Why the sequence is over, if it is; a stop id on the last allowed place counts as a stop."""
+        if self.output_ids and self.output_ids[-1] in self.request.sampling.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if self.num_wanted_tokens <= 0 else None
+
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=self.num_prompt_tokens,
+            completion_tokens=len(self.output_ids),
+            cached_tokens=0,
+            drafted_tokens=self.num_drafted_tokens,
+            accepted_tokens=self.num_accepted_tokens,
+        )

@@ -1,0 +1,80 @@
+"""Slot and SlotTable: the seats of the batch and who sits in them. Pure bookkeeping, owned by the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from scheduler.sequence import Phase, SequenceState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """A taken seat."""
+
+    index: int
+    sequence: SequenceState
+
+
+class SlotTable:
+    """`num_slots` seats. A released seat can be taken at once: the engine clears it at the next SlotStart."""
+
+    def __init__(self, num_slots: int) -> None:
+        assert num_slots > 0
+        self._seats: list[SequenceState | None] = [None] * num_slots
+
+    def __len__(self) -> int:
+        return len(self._seats)
+
+    def __iter__(self) -> Iterator[Slot]:
+        """The taken seats, by index."""
+        for index, sequence in enumerate(self._seats):
+            if sequence is not None:
+                yield Slot(index=index, sequence=sequence)
+
+    def __getitem__(self, index: int) -> SequenceState:
+        sequence = self._seats[index]
+        assert sequence is not None, f"slot {index} is free"
+        return sequence
+
+    @property
+    def num_free(self) -> int:
+        return self._seats.count(None)
+
+    def in_phase(self, phase: Phase) -> tuple[Slot, ...]:
+        return tuple(slot for slot in self if slot.sequence.phase is phase)
+
+    def seat(self, sequence: SequenceState) -> Slot:
+        """Give a waiting sequence the first free seat; its prompt is read from the start."""
+        assert sequence.phase is Phase.WAITING
+        index = self._seats.index(None)
+        self._seats[index] = sequence
+        sequence.phase = Phase.READING
+        return Slot(index=index, sequence=sequence)
+
+    def release(self, index: int) -> SequenceState:
+        """Free a seat for good: its sequence is over."""
+        sequence = self[index]
+        self._seats[index] = None
+        sequence.phase = Phase.ENDED
+        return sequence
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError when the table contradicts itself or its sequences."""
+        sequences = [slot.sequence for slot in self]
+        assert len({id(sequence) for sequence in sequences}) == len(sequences), "seated twice"
+        for slot in self:
+            sequence = slot.sequence
+            is_read = sequence.num_unread_tokens == 0
+            match sequence.phase:
+                case Phase.READING:
+                    assert not is_read and not sequence.output_ids, (
+                        f"slot {slot.index}: not reading"
+                    )
+                case Phase.DECODING:
+                    assert is_read and sequence.output_ids, f"slot {slot.index}: not decoding"
+                    assert sequence.finish_reason() is None, f"slot {slot.index}: over but seated"
+                case Phase.WAITING | Phase.ENDED:
+                    raise AssertionError(
+                        f"slot {slot.index} holds a sequence that is {sequence.phase}"
+                    )

@@ -1,0 +1,212 @@
+"""One window's plan from the slots, and the slots' progress from its result. No clock, no engine, no callers.
+
+The loop owns the slots; `plan_window` only reads them, `apply_result` advances them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from engine.interface import (
+    DecodeStep,
+    PrefillChunk,
+    SlotStart,
+    SlotTokens,
+    WindowPlan,
+    WindowResult,
+)
+from scheduler.draft import (
+    EXPLORE_EVERY,
+    Acceptance,
+    DraftBid,
+    WindowCosts,
+    choose_depths,
+)
+from scheduler.errors import SlotFailed
+from scheduler.messages import Failed, Finished, FinishReason, TokenEvent, Tokens
+from scheduler.prefill import PromptBid, ReadShare, chunk_end, pick_chunks
+from scheduler.sequence import Phase, SequenceState
+
+if TYPE_CHECKING:
+    from scheduler.slots import Slot, SlotTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowRules:
+    """Constants of planning."""
+
+    chunk_tokens: int
+    turn_token_id: int | None
+    max_passes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """What was measured so far, for choosing how much to read and how deep to draft."""
+
+    share: ReadShare
+    costs: WindowCosts = field(default_factory=WindowCosts)
+    everyone: Acceptance = field(default_factory=Acceptance)
+    """How drafts of all sequences went."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceEvent:
+    """What to tell one sequence's caller."""
+
+    sequence: SequenceState
+    event: TokenEvent
+
+
+def plan_window(table: SlotTable, rules: WindowRules, pace: Pace) -> WindowPlan | None:
+    """The next window's work, or None when no seat has any."""
+    reading, decoding = table.in_phase(Phase.READING), table.in_phase(Phase.DECODING)
+    chunks: tuple[PrefillChunk, ...] = ()
+    if reading and pace.share.may_read(has_decodes=bool(decoding)):
+        chunks = _plan_chunks(reading, rules)
+    decodes = _plan_decodes(decoding, pace)
+    if not chunks and not decodes:
+        return None
+    starts = tuple(
+        SlotStart(slot=chunk.slot, sampling=table[chunk.slot].request.sampling)
+        for chunk in chunks
+        if chunk.start == 0
+    )
+    return WindowPlan(starts=starts, chunks=chunks, decodes=decodes)
+
+
+def _plan_chunks(reading: tuple[Slot, ...], rules: WindowRules) -> tuple[PrefillChunk, ...]:
+    next_chunks = {slot.index: _next_chunk(slot, rules) for slot in reading}
+    bids = (
+        PromptBid(
+            slot=slot.index,
+            next_tokens=len(next_chunks[slot.index].token_ids),
+            unread_tokens=slot.sequence.num_unread_tokens,
+            priority=slot.sequence.request.priority,
+            num_passes=slot.sequence.num_passes,
+            arrival=slot.sequence.arrival,
+        )
+        for slot in reading
+    )
+    picked = pick_chunks(bids, budget_tokens=rules.chunk_tokens, max_passes=rules.max_passes)
+    return tuple(next_chunks[index] for index in picked)
+
+
+def _next_chunk(slot: Slot, rules: WindowRules) -> PrefillChunk:
+    prompt_ids = slot.sequence.request.prompt_ids
+    start = slot.sequence.num_read_tokens
+    end = chunk_end(
+        prompt_ids, start, chunk_tokens=rules.chunk_tokens, turn_token_id=rules.turn_token_id
+    )
+    return PrefillChunk(
+        slot=slot.index,
+        start=start,
+        token_ids=prompt_ids[start:end],
+        is_last=end == len(prompt_ids),
+    )
+
+
+def _plan_decodes(decoding: tuple[Slot, ...], pace: Pace) -> tuple[DecodeStep, ...]:
+    bids = tuple(
+        DraftBid(
+            cap=slot.sequence.draft_cap,
+            survival=slot.sequence.acceptance.survival(pace.everyone),
+            reach=slot.sequence.acceptance.reach(pace.everyone),
+            explore=slot.sequence.num_steps % EXPLORE_EVERY == 0,
+        )
+        for slot in decoding
+    )
+    return tuple(
+        DecodeStep(slot=slot.index, max_draft=depth, spec_min_p=slot.sequence.spec_min_p)
+        for slot, depth in zip(decoding, choose_depths(bids, pace.costs), strict=True)
+    )
+
+
+def apply_result(
+    table: SlotTable, plan: WindowPlan, result: WindowResult
+) -> tuple[SequenceEvent, ...]:
+    """Advance the slots by a window's result, free the seats of those that ended, and say what to tell whom.
+
+    A cancelled sequence gets no event; its seat is freed here as well.
+    """
+    _count_reading(table, plan)
+    failures = {failure.slot: failure.message for failure in result.failures}
+    produced = {tokens.slot: tokens for tokens in result.tokens}
+    steps = {step.slot: step for step in plan.decodes}
+    sampled = {chunk.slot for chunk in plan.chunks if chunk.is_last} | steps.keys()
+    events: list[SequenceEvent] = []
+    for slot in tuple(table):
+        sequence, index = slot.sequence, slot.index
+        if sequence.cancelled:
+            table.release(index)
+        elif index in failures or (index in sampled and index not in produced):
+            message = failures.get(index, "the engine gave no tokens for this sequence")
+            table.release(index)
+            events.append(_event(sequence, Failed(error=SlotFailed(message))))
+        elif index in sampled:
+            if index in steps:
+                _count_step(sequence, steps[index], produced[index])
+            events += _extend(table, slot, produced[index])
+    return tuple(events)
+
+
+def _count_reading(table: SlotTable, plan: WindowPlan) -> None:
+    for chunk in plan.chunks:
+        table[chunk.slot].num_read_tokens += len(chunk.token_ids)
+    picked = {chunk.slot for chunk in plan.chunks}
+    for slot in table.in_phase(Phase.READING):
+        if picked:
+            slot.sequence.num_passes = 0 if slot.index in picked else slot.sequence.num_passes + 1
+
+
+def _count_step(sequence: SequenceState, step: DecodeStep, tokens: SlotTokens) -> None:
+    sequence.num_steps += 1
+    sequence.num_drafted_tokens += tokens.num_drafted
+    sequence.num_accepted_tokens += min(tokens.num_accepted, len(tokens.token_ids))
+    sequence.acceptance = _observed(sequence.acceptance, step, tokens)
+
+
+def _observed(acceptance: Acceptance, step: DecodeStep, tokens: SlotTokens) -> Acceptance:
+    return acceptance.observe(
+        max_draft=step.max_draft, num_drafted=tokens.num_drafted, num_accepted=tokens.num_accepted
+    )
+
+
+def _extend(table: SlotTable, slot: Slot, tokens: SlotTokens) -> tuple[SequenceEvent, ...]:
+    sequence = slot.sequence
+    assert 0 < len(tokens.token_ids) <= sequence.num_wanted_tokens, "the engine overshot max_tokens"
+    sequence.output_ids += tokens.token_ids
+    sequence.phase = Phase.DECODING
+    news = _event(sequence, Tokens(token_ids=tokens.token_ids, logprobs=tokens.logprobs))
+    reason = sequence.finish_reason()
+    if reason is None:
+        return (news,)
+    table.release(slot.index)
+    stop_id = sequence.output_ids[-1] if reason is FinishReason.STOP else None
+    finished = Finished(reason=reason, stop_token_id=stop_id, usage=sequence.usage())
+    return news, _event(sequence, finished)
+
+
+def _event(sequence: SequenceState, event: TokenEvent) -> SequenceEvent:
+    return SequenceEvent(sequence=sequence, event=event)
+
+
+def measured(pace: Pace, plan: WindowPlan, result: WindowResult) -> Pace:
+    """The pace after one more window."""
+    share = pace.share.after(result.times, has_decodes=bool(plan.decodes))
+    produced = {tokens.slot: tokens for tokens in result.tokens}
+    stepped = [(step, produced[step.slot]) for step in plan.decodes if step.slot in produced]
+    if not stepped:
+        return replace(pace, share=share)
+    everyone = pace.everyone
+    for step, tokens in stepped:
+        everyone = _observed(everyone, step, tokens)
+    costs = pace.costs.observe(
+        num_rows=sum(1 + tokens.num_drafted for _, tokens in stepped),
+        num_draft_steps=max(
+            min(step.max_draft, tokens.num_drafted + 1) for step, tokens in stepped
+        ),
+        times=result.times,
+    )
+    return Pace(share=share, costs=costs, everyone=everyone)
