@@ -1,0 +1,69 @@
+"""One thread, NaN in fresh memory, and models that are built once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from engine.reference.model import ReferenceModel
+from tests.oracle import tiny
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def nan_in_fresh_memory() -> Iterator[None]:
+    """torch.empty and its kin give NaN (integers: the largest), so that whoever reads unwritten memory shows."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@dataclass(frozen=True)
+class Models:
+    """Checkpoints of the tiny grid, and what others say about them, each computed once."""
+
+    directory: Path
+    _references: dict[str, ReferenceModel] = field(default_factory=dict[str, ReferenceModel])
+    _logits: dict[tuple[str, tuple[int, ...]], Tensor] = field(
+        default_factory=dict[tuple[str, tuple[int, ...]], Tensor]
+    )
+
+    def checkpoint(self, name: str, with_mtp: bool = True) -> Path:
+        return tiny.make_checkpoint(self.directory, name, with_mtp)
+
+    def reference(self, name: str) -> ReferenceModel:
+        if name not in self._references:
+            path = self.checkpoint(name)
+            config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+            tensors = load_file(path / "model.safetensors")
+            self._references[name] = ReferenceModel(config, tensors)
+        return self._references[name]
+
+    def hf_logits(self, name: str, ids: list[int]) -> Tensor:
+        """fp32 [T, V]."""
+        key = (name, tuple(ids))
+        if key not in self._logits:
+            model = tiny.load_hf(self.checkpoint(name))
+            with torch.inference_mode():
+                self._logits[key] = model(torch.tensor([ids])).logits[0].clone()
+        return self._logits[key]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("tiny"))
