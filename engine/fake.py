@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NoReturn
 
 from engine.errors import KernelFailure, ModelLoadError, PlanError
 from engine.interface import (
@@ -100,16 +101,18 @@ def expected_output(
 
 
 class FakeEngine:
-    """Engine protocol over a FakeScript. `die` is what a DIE fault calls."""
+    """Engine protocol over a FakeScript."""
 
-    def __init__(self, script: FakeScript) -> None:
+    def __init__(self, script: FakeScript, *, die: Callable[[int], NoReturn] = os._exit) -> None:
+        """`die` ends the process with a status."""
         self._script = script
+        self._die = die
         self._slots = [_FakeSlot() for _ in range(script.num_slots)]
         self._num_windows = 0
         self._closed = threading.Event()
         self._closed.wait(script.load_s)
         if script.load_dies:
-            os._exit(3)
+            die(3)
         if script.load_error is not None:
             raise ModelLoadError(script.load_error)
         self.info = EngineInfo(
@@ -162,7 +165,7 @@ class FakeEngine:
             case FaultKind.PLAN:
                 raise PlanError(message)
             case FaultKind.DIE:
-                os._exit(3)
+                self._die(3)
             case FaultKind.HANG:
                 self._closed.wait()
             case FaultKind.SLOT:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.factories import FakeClock
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
@@ -14,3 +16,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    """Time for the scheduler that passes only when told to."""
+    return FakeClock()
