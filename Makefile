@@ -88,7 +88,9 @@ $(VENV)/.torch: $(VENV)/.python requirements.lock
 	@start=$$(date +%s); \
 	$(LOCKED) '$(TORCH)' 2> $(VENV)/torch.log \
 	  || $(LOCKED) --extra-index-url $(TORCH_INDEX) '$(TORCH)' \
-	  || { cat $(VENV)/torch.log >&2; exit 1; }; \
+	  || { cat $(VENV)/torch.log >&2; \
+	       echo "No index has $(TORCH) for this Python. Name another build or index: make ... TORCH=torch==VERSION TORCH_INDEX=URL" >&2; \
+	       exit 1; }; \
 	rm -f $(VENV)/torch.log; \
 	echo "torch: $$(( $$(date +%s) - start )) s"
 	@touch $@
