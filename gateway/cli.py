@@ -1,0 +1,227 @@
+"""The command line: `stratagate serve` and what it accepts. Heavy modules load only when a command runs."""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from gateway.config import (
+    DTYPES,
+    LOG_LEVELS,
+    MAX_CONTEXT,
+    MAX_DRAIN_S,
+    MAX_PREFILL,
+    MAX_QUEUE,
+    MAX_SLOTS,
+    ServeOptions,
+    choice,
+    count,
+    count_or_auto,
+    device,
+    load_config,
+    number,
+)
+from gateway.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_Value = TypeVar("_Value")
+_HELP = "Serve hybrid GDN, sparse attention and MoE models with MTP drafts over OpenAI's protocol."
+_DEFAULTS = ServeOptions()
+
+app = typer.Typer(
+    name="stratagate",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def version() -> str:
+    """The installed version."""
+    try:
+        return installed_version("stratagate")
+    except PackageNotFoundError:
+        return "0+unknown"
+
+
+def _option(
+    name: str, text: str, parse: Callable[[str], object] | None = None, metavar: str | None = None
+) -> Any:
+    """One option of `serve`, also read from STRATAGATE_NAME."""
+    return typer.Option(
+        name,
+        help=text,
+        metavar=metavar,
+        parser=None if parse is None else partial(_parse, parse),
+        envvar=f"STRATAGATE_{name.strip('-').upper().replace('-', '_')}",
+    )
+
+
+def _parse(parse: Callable[[str], _Value], value: str) -> _Value:
+    # Defaults come through here as well, already parsed.
+    if not isinstance(value, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        return value
+    try:
+        return parse(value)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"stratagate {version()}")
+        raise typer.Exit
+
+
+@app.callback(help=_HELP)
+def root(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version and exit.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """Options before the command."""
+
+
+@app.command(help="Serve a model: http://127.0.0.1:8080/v1, and a page at /.")
+def serve(
+    model_argument: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="The same as --model.", show_default=False),
+    ] = None,
+    model: Annotated[
+        str | None,
+        _option(
+            "--model", "Checkpoint directory, or `default` for the shipped model.", metavar="DIR"
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        str | None, _option("--served-model-name", "Name of the model in requests and answers.")
+    ] = None,
+    host: Annotated[str, _option("--host", "Address to listen on.")] = _DEFAULTS.host,
+    port: Annotated[
+        int, _option("--port", "0 takes a free one.", count(0, 65535), "N")
+    ] = _DEFAULTS.port,
+    api_key_file: Annotated[
+        Path | None,
+        _option("--api-key-file", "Keys that clients must send: one a line, `name:key` or `key`."),
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        _option("--cors-origin", "Origin whose pages may call the API; may be repeated."),
+    ] = None,
+    device_name: Annotated[
+        str, _option("--device", "auto, cpu, cuda or cuda:N.", device, "NAME")
+    ] = _DEFAULTS.device,
+    dtype: Annotated[
+        str, _option("--dtype", "auto, float32 or bfloat16.", choice(DTYPES), "NAME")
+    ] = _DEFAULTS.dtype,
+    threads: Annotated[
+        int | None,
+        _option("--threads", "CPU threads of the layers.", count(1, 1024), "N"),
+    ] = None,
+    batch: Annotated[
+        int, _option("--batch", "Batch slots.", count(1, MAX_SLOTS), "N")
+    ] = _DEFAULTS.batch,
+    max_context: Annotated[
+        int | None,
+        _option(
+            "--max-context",
+            "Tokens a slot holds, prompt and output; left out: what the model was made for.",
+            count(16, MAX_CONTEXT),
+            "N",
+        ),
+    ] = None,
+    spec: Annotated[
+        int, _option("--spec", "Longest draft chain.", count(0, 4), "N")
+    ] = _DEFAULTS.spec,
+    spec_min_p: Annotated[
+        float,
+        _option(
+            "--spec-min-p",
+            "A chain ends before the first draft less probable than this.",
+            number(0, 1),
+            "P",
+        ),
+    ] = _DEFAULTS.spec_min_p,
+    no_mtp: Annotated[
+        bool, typer.Option("--no-mtp", help="Serve without the draft layer: a plain baseline.")
+    ] = False,
+    prefill: Annotated[
+        int | None,
+        _option(
+            "--prefill",
+            "Prompt tokens read at a time; auto, the default, chooses by device.",
+            count_or_auto(1, MAX_PREFILL),
+            "auto|N",
+        ),
+    ] = None,
+    max_queue: Annotated[
+        int,
+        _option(
+            "--max-queue",
+            "Requests that may wait; more get 429.",
+            count(0, MAX_QUEUE),
+            "N",
+        ),
+    ] = _DEFAULTS.max_queue,
+    drain_s: Annotated[
+        float,
+        _option(
+            "--drain-s",
+            "Seconds that running requests may take to finish when the server is stopped.",
+            number(0, MAX_DRAIN_S),
+            "S",
+        ),
+    ] = _DEFAULTS.drain_s,
+    log_level: Annotated[
+        str,
+        _option(
+            "--log-level",
+            "debug, info, warning or error.",
+            choice(LOG_LEVELS),
+            "NAME",
+        ),
+    ] = _DEFAULTS.log_level,
+) -> None:
+    """Checks the options, then hands over to the server."""
+    if model is not None and model_argument is not None and model != model_argument:
+        raise typer.BadParameter(f"the model is named twice: {model_argument} and --model {model}")
+    try:
+        config = load_config(
+            ServeOptions(
+                model=model or model_argument or _DEFAULTS.model,
+                served_model_name=served_model_name,
+                host=host,
+                port=port,
+                api_key_file=api_key_file,
+                cors_origins=tuple(cors_origin or ()),
+                device=device_name,
+                dtype=dtype,
+                threads=threads,
+                batch=batch,
+                max_context=max_context,
+                spec=spec,
+                spec_min_p=spec_min_p,
+                no_mtp=no_mtp,
+                prefill=prefill,
+                max_queue=max_queue,
+                drain_s=drain_s,
+                log_level=log_level,
+            )
+        )
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from None
+    from gateway.server import run_server
+
+    raise typer.Exit(run_server(config, version()))

@@ -1,0 +1,226 @@
+"""Configuration: the only place where options and environment become values, each checked once.
+
+A bad value stops the start with exit status 2, naming option, value and range. The parsers below say value and range;
+the command line puts the name of the option before it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gateway.errors import ConfigError, shorten
+from scheduler.config import DEFAULT_MODEL, EngineConfig, SchedulerConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MAX_SLOTS = 64
+MAX_CONTEXT = 2**20
+MAX_QUEUE = 100_000
+MAX_PREFILL = 65_536
+MAX_DRAIN_S = 3600.0
+LOG_LEVELS = ("debug", "info", "warning", "error")
+DTYPES = ("auto", "float32", "bfloat16")
+_KEY_NAME_LIMIT = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiKey:
+    """One line of the key file."""
+
+    name: str
+    """Owner: conversations of two owners are never shared."""
+    secret: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig:
+    """Choices of the HTTP side."""
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    served_model_name: str | None = None
+    """None takes the engine's name for the model."""
+    api_keys: tuple[ApiKey, ...] = ()
+    """Empty: anyone may ask."""
+    cors_origins: tuple[str, ...] = ()
+    """Empty: web pages of other origins may not."""
+    drain_s: float = 30.0
+    """How long a stopping server lets running requests finish."""
+    log_level: str = "info"
+    max_body_bytes: int = 16 * 2**20
+    keepalive_s: float = 10.0
+    """Pause between the comments that keep a silent stream open."""
+    send_timeout_s: float = 30.0
+    """A stream's reader that takes nothing for so long is left."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppConfig:
+    """Everything a server is started with."""
+
+    gateway: GatewayConfig
+    scheduler: SchedulerConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """The options of `serve` as they were parsed, before they are checked against each other."""
+
+    model: str = DEFAULT_MODEL
+    served_model_name: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8080
+    api_key_file: Path | None = None
+    cors_origins: tuple[str, ...] = ()
+    device: str = "auto"
+    dtype: str = "auto"
+    threads: int | None = None
+    batch: int = 4
+    max_context: int | None = None
+    spec: int = 4
+    spec_min_p: float = 0.5
+    no_mtp: bool = False
+    prefill: int | None = None
+    max_queue: int = 64
+    drain_s: float = 30.0
+    log_level: str = "info"
+
+
+def load_config(options: ServeOptions) -> AppConfig:
+    """Options to configuration. Raises ConfigError for what cannot be combined or used."""
+    if options.spec == 0 and not options.no_mtp:
+        raise ConfigError(
+            "--spec is 0, but serving needs the draft layer: give 1 to 4, or --no-mtp for a plain baseline"
+        )
+    keys = () if options.api_key_file is None else read_api_keys(options.api_key_file)
+    return AppConfig(
+        gateway=GatewayConfig(
+            host=options.host,
+            port=options.port,
+            served_model_name=options.served_model_name,
+            api_keys=keys,
+            cors_origins=options.cors_origins,
+            drain_s=options.drain_s,
+            log_level=options.log_level,
+        ),
+        scheduler=SchedulerConfig(
+            engine=EngineConfig(
+                model=options.model,
+                device=options.device,
+                dtype=options.dtype,
+                threads=options.threads,
+                num_slots=options.batch,
+                max_context=options.max_context,
+                chunk_tokens=options.prefill,
+                max_draft=0 if options.no_mtp else options.spec,
+            ),
+            max_queue=options.max_queue,
+            spec_min_p=options.spec_min_p,
+        ),
+    )
+
+
+def read_api_keys(path: Path) -> tuple[ApiKey, ...]:
+    """One key per line, `name:key` or `key`; blank lines and lines that begin with # do not count.
+
+    Raises ConfigError naming file and line, never the key.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"--api-key-file {path}: {reason}") from error
+    keys: list[ApiKey] = []
+    for number, line in enumerate(lines, start=1):
+        text = line.strip()
+        if not text or text.startswith("#"):
+            continue
+        name, colon, secret = text.partition(":")
+        if not colon:
+            name, secret = f"key{number}", text
+        name, secret = name.strip(), secret.strip()
+        where = f"--api-key-file {path}, line {number}"
+        if not secret or not secret.isascii() or any(char.isspace() for char in secret):
+            raise ConfigError(f"{where}: a key has 1 or more ASCII characters without spaces")
+        if not 0 < len(name) <= _KEY_NAME_LIMIT:
+            raise ConfigError(f"{where}: a name has 1 to {_KEY_NAME_LIMIT} characters")
+        if any(key.secret == secret for key in keys):
+            raise ConfigError(f"{where}: the same key twice")
+        keys.append(ApiKey(name=name, secret=secret))
+    if not keys:
+        raise ConfigError(f"--api-key-file {path}: has no key")
+    return tuple(keys)
+
+
+def count(low: int, high: int) -> Callable[[str], int]:
+    """A parser for whole numbers in [low, high]: digits and nothing else."""
+
+    def parse(text: str) -> int:
+        if (
+            not (text.isascii() and text.isdigit() and len(text) < 20)
+            or not low <= int(text) <= high
+        ):
+            raise ConfigError(
+                f"must be a whole number from {low} to {high}; found {shorten(text)!r}"
+            )
+        return int(text)
+
+    return parse
+
+
+def count_or_auto(low: int, high: int) -> Callable[[str], int | None]:
+    """Like count; `auto` is None."""
+    parse_count = count(low, high)
+
+    def parse(text: str) -> int | None:
+        if text == "auto":
+            return None
+        try:
+            return parse_count(text)
+        except ConfigError:
+            raise ConfigError(
+                f"must be auto or a whole number from {low} to {high}; found {shorten(text)!r}"
+            ) from None
+
+    return parse
+
+
+def number(low: float, high: float) -> Callable[[str], float]:
+    """A parser for finite numbers in [low, high]."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        # float() also takes "1_0", " 1" and "infinity".
+        plain = text.isascii() and "_" not in text and text == text.strip()
+        if not plain or not low <= value <= high:
+            raise ConfigError(f"must be a number from {low:g} to {high:g}; found {shorten(text)!r}")
+        return value
+
+    return parse
+
+
+def choice(allowed: tuple[str, ...]) -> Callable[[str], str]:
+    """A parser for one of a few words."""
+
+    def parse(text: str) -> str:
+        if text not in allowed:
+            raise ConfigError(f"must be one of {', '.join(allowed)}; found {shorten(text)!r}")
+        return text
+
+    return parse
+
+
+def device(text: str) -> str:
+    """auto, cpu, cuda or cuda:N."""
+    name, colon, index = text.partition(":")
+    is_indexed = name == "cuda" and colon and index.isascii() and index.isdigit()
+    if text not in ("auto", "cpu", "cuda") and not is_indexed:
+        raise ConfigError(f"must be auto, cpu, cuda or cuda:N; found {shorten(text)!r}")
+    return text

@@ -1,0 +1,258 @@
+"""One request's sequences: token events of its handles to deltas of its choices, and what they cost.
+
+Owns the text state. Knows neither JSON nor SSE.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gateway.detokenize import Detokenizer, OutputToken
+from gateway.output_parser import OutputParser, ParsedDelta
+from scheduler.errors import SchedulerError
+from scheduler.messages import Failed, Finished, FinishReason, Tokens
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Sequence
+
+    from gateway.model_files import ModelFiles
+    from gateway.preparation import PreparedChoice
+    from scheduler.handle import RequestHandle
+    from scheduler.messages import GenerateRequest, TokenEvent
+    from scheduler.messages import Usage as SequenceUsage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceDelta:
+    """News of one choice."""
+
+    index: int
+    reasoning: str = ""
+    content: str = ""
+    tokens: tuple[OutputToken, ...] = ()
+    finish_reason: FinishReason | None = None
+    """Set on the last delta of the choice, and only there."""
+
+    @property
+    def has_output(self) -> bool:
+        return bool(self.reasoning or self.content or self.tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestUsage:
+    """What a request cost so far, over all its choices."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    """Tokens up to the end of each choice: a stop id counts, as does the token that completed a stop string."""
+    cached_tokens: int
+    reasoning_tokens: int | None
+    """None when the vocabulary has no thought marks."""
+    accepted_tokens: int
+    rejected_tokens: int
+
+
+class Choice:
+    """One sequence and the state of its text."""
+
+    def __init__(
+        self, prepared: PreparedChoice, files: ModelFiles, stop: tuple[str, ...], *, parse: bool
+    ) -> None:
+        """parse: tell thought from content; else all output is content."""
+        self.prepared = prepared
+        self.index = prepared.index
+        self.finish_reason: FinishReason | None = None
+        self.engine_usage: SequenceUsage | None = None
+        """None until it ended by itself."""
+        self.reasoning_tokens = 0
+        self._stop_ids = frozenset(prepared.request.sampling.stop_token_ids)
+        self._detokenizer = Detokenizer(files.tokenizer, stop)
+        self._num_stop_ids = 0
+        self._parser = OutputParser(in_thought=prepared.in_thought) if parse else None
+        self._think_ids = files.think_ids if parse else None
+        self._in_thought = prepared.in_thought
+
+    @property
+    def ended(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def completion_tokens(self) -> int:
+        return self._detokenizer.num_tokens + self._num_stop_ids
+
+    def accept(self, event: Tokens) -> ChoiceDelta:
+        """New tokens; the delta ends the choice when they complete a stop string."""
+        ids = event.token_ids
+        # The stop id is counted and never shown, whether or not it has text.
+        stop_id = ids[-1] if ids and ids[-1] in self._stop_ids else None
+        shown = ids if stop_id is None else ids[:-1]
+        before = self._detokenizer.num_tokens
+        delta = self._detokenizer.push(shown, event.logprobs)
+        self._count_reasoning(shown[: self._detokenizer.num_tokens - before])
+        parsed = self._parse(delta.text)
+        if not self._detokenizer.stopped:
+            self._num_stop_ids += stop_id is not None
+            return self._delta(parsed, delta.tokens)
+        rest = self._finish_parser()
+        merged = ParsedDelta(
+            reasoning=parsed.reasoning + rest.reasoning, content=parsed.content + rest.content
+        )
+        return self._delta(merged, delta.tokens, FinishReason.STOP)
+
+    def finish(self, event: Finished) -> ChoiceDelta:
+        """The last delta of a sequence that ended by itself: what was held back."""
+        self.engine_usage = event.usage
+        delta = self._detokenizer.finish()
+        parsed = self._parse(delta.text)
+        rest = self._finish_parser()
+        merged = ParsedDelta(
+            reasoning=parsed.reasoning + rest.reasoning, content=parsed.content + rest.content
+        )
+        # Held text may complete nothing any more, but a stop string found now still ends it.
+        reason = FinishReason.STOP if self._detokenizer.stopped else event.reason
+        return self._delta(merged, delta.tokens, reason)
+
+    def _delta(
+        self,
+        parsed: ParsedDelta,
+        tokens: tuple[OutputToken, ...],
+        finish_reason: FinishReason | None = None,
+    ) -> ChoiceDelta:
+        self.finish_reason = finish_reason
+        return ChoiceDelta(
+            index=self.index,
+            reasoning=parsed.reasoning,
+            content=parsed.content,
+            tokens=tokens,
+            finish_reason=finish_reason,
+        )
+
+    def _parse(self, text: str) -> ParsedDelta:
+        return ParsedDelta(content=text) if self._parser is None else self._parser.push(text)
+
+    def _finish_parser(self) -> ParsedDelta:
+        return ParsedDelta() if self._parser is None else self._parser.finish()
+
+    def _count_reasoning(self, token_ids: Sequence[int]) -> None:
+        """Tokens of the thought, its marks included."""
+        if self._think_ids is None:
+            return
+        opening, closing = self._think_ids
+        for token_id in token_ids:
+            if token_id == opening and self.reasoning_tokens == 0:
+                self._in_thought = True
+            self.reasoning_tokens += self._in_thought
+            if token_id == closing:
+                self._in_thought = False
+
+
+class Generation:
+    """All sequences of one request; `close` leaves none of them running."""
+
+    def __init__(
+        self,
+        choices: Sequence[Choice],
+        submit: Callable[[GenerateRequest], RequestHandle],
+        *,
+        counts_reasoning: bool,
+    ) -> None:
+        """Submits every sequence, or none: raises what `submit` raises."""
+        self.choices = tuple(choices)
+        self._counts_reasoning = counts_reasoning
+        self._handles: list[RequestHandle] = []
+        try:
+            for choice in self.choices:
+                self._handles.append(submit(choice.prepared.request))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Cancel what still runs. Idempotent."""
+        for handle in self._handles:
+            handle.cancel()
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of each distinct prompt once: choices of one prompt share it."""
+        prompts = {id(c.prepared.request.prompt_ids): c.prepared.request for c in self.choices}
+        return sum(len(request.prompt_ids) for request in prompts.values())
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(choice.completion_tokens for choice in self.choices)
+
+    @property
+    def outcome(self) -> str:
+        """How the first choice ended: stop or length."""
+        return self.choices[0].finish_reason or "unfinished"
+
+    @property
+    def usage(self) -> RequestUsage:
+        ended = [choice.engine_usage for choice in self.choices if choice.engine_usage is not None]
+        accepted = sum(usage.accepted_tokens for usage in ended)
+        reasoning = sum(choice.reasoning_tokens for choice in self.choices)
+        return RequestUsage(
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.completion_tokens,
+            cached_tokens=sum(usage.cached_tokens for usage in ended),
+            reasoning_tokens=reasoning if self._counts_reasoning else None,
+            accepted_tokens=accepted,
+            rejected_tokens=sum(usage.drafted_tokens for usage in ended) - accepted,
+        )
+
+    async def deltas(self) -> AsyncGenerator[ChoiceDelta]:
+        """Deltas of all choices as they come, empty ones included; ends when every choice has ended.
+
+        Raises the error of the first sequence that fails. Left early, nothing keeps running after `close`.
+        """
+        merged = self._merged() if len(self.choices) > 1 else self._single()
+        async with aclosing(merged) as events:
+            async for choice, event in events:
+                match event:
+                    case Tokens():
+                        delta = choice.accept(event)
+                        if choice.ended:
+                            self._handles[choice.index].cancel()
+                        yield delta
+                    case Finished():
+                        yield choice.finish(event)
+                    case Failed():
+                        raise event.error
+        if not all(choice.ended for choice in self.choices):
+            raise SchedulerError("a sequence was given up without a reason")
+
+    async def _single(self) -> AsyncGenerator[tuple[Choice, TokenEvent]]:
+        choice = self.choices[0]
+        async for event in self._handles[0]:
+            yield choice, event
+
+    async def _merged(self) -> AsyncGenerator[tuple[Choice, TokenEvent]]:
+        """Events of several handles, in the order in which they come."""
+        waiting: dict[asyncio.Task[TokenEvent | None], Choice] = {}
+        try:
+            for choice in self.choices:
+                waiting[self._next_event(choice)] = choice
+            while waiting:
+                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                # In the order of the choices, so that a run can be repeated.
+                for task in sorted(done, key=lambda task: waiting[task].index):
+                    choice = waiting.pop(task)
+                    event = task.result()
+                    if event is None:
+                        continue
+                    yield choice, event
+                    waiting[self._next_event(choice)] = choice
+        finally:
+            for task in waiting:
+                task.cancel()
+
+    def _next_event(self, choice: Choice) -> asyncio.Task[TokenEvent | None]:
+        return asyncio.create_task(_next_or_none(self._handles[choice.index]))
+
+
+async def _next_or_none(handle: RequestHandle) -> TokenEvent | None:
+    return await anext(handle, None)

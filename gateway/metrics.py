@@ -1,0 +1,182 @@
+"""Counters and histograms of the gateway, and the scheduler's snapshot, rendered as Prometheus text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+from starlette.requests import ClientDisconnect
+
+from gateway.errors import reply_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from prometheus_client.metrics_core import Metric
+
+    from scheduler.stats import SchedulerStats
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_GAP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+_TOTAL_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class Metrics:
+    """One registry per server, so that two in one process do not share numbers."""
+
+    def __init__(self, stats: Callable[[], SchedulerStats]) -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(_SchedulerCollector(stats))
+        self._requests = Counter(
+            "stratagate_requests",
+            "Generation requests by endpoint and outcome: stop, length, cancelled or an error code.",
+            ("endpoint", "outcome"),
+            registry=self._registry,
+        )
+        self._prompt_tokens = Counter(
+            "stratagate_prompt_tokens",
+            "Prompt tokens of accepted requests.",
+            registry=self._registry,
+        )
+        self._completion_tokens = Counter(
+            "stratagate_completion_tokens",
+            "Output tokens delivered, stop ids included.",
+            registry=self._registry,
+        )
+        self._ttft = Histogram(
+            "stratagate_time_to_first_token_seconds",
+            "From the request's arrival to its first output token.",
+            buckets=_TTFT_BUCKETS_S,
+            registry=self._registry,
+        )
+        self._gap = Histogram(
+            "stratagate_inter_token_seconds",
+            "Time between two deliveries divided by the tokens of the second; one observation per delivery.",
+            buckets=_GAP_BUCKETS_S,
+            registry=self._registry,
+        )
+        self._total = Histogram(
+            "stratagate_request_seconds",
+            "From the request's arrival to its last token.",
+            buckets=_TOTAL_BUCKETS_S,
+            registry=self._registry,
+        )
+
+    def request_ended(self, endpoint: str, outcome: str) -> None:
+        """Count a request once, however it ended."""
+        self._requests.labels(endpoint, outcome).inc()
+
+    def prompt_accepted(self, num_tokens: int) -> None:
+        self._prompt_tokens.inc(num_tokens)
+
+    def first_tokens(self, since_arrival_s: float, num_tokens: int) -> None:
+        self._ttft.observe(since_arrival_s)
+        self._completion_tokens.inc(num_tokens)
+
+    def next_tokens(self, since_last_s: float, num_tokens: int) -> None:
+        self._gap.observe(since_last_s / max(num_tokens, 1))
+        self._completion_tokens.inc(num_tokens)
+
+    def request_took(self, seconds: float) -> None:
+        self._total.observe(seconds)
+
+    def render(self) -> bytes:
+        """The exposition text."""
+        return generate_latest(self._registry)
+
+
+class Meter:
+    """Times one request for the metrics."""
+
+    def __init__(self, metrics: Metrics, endpoint: str, now: Callable[[], float]) -> None:
+        self._metrics = metrics
+        self._endpoint = endpoint
+        self._now = now
+        self._arrived_s = now()
+        self._last_s: float | None = None
+        self._num_tokens = 0
+        self._is_counted = False
+
+    def accepted(self, prompt_tokens: int) -> None:
+        self._metrics.prompt_accepted(prompt_tokens)
+
+    def delivered(self, completion_tokens: int) -> None:
+        """Called for every delta with the request's tokens so far."""
+        num_new = completion_tokens - self._num_tokens
+        if num_new <= 0:
+            return
+        now_s = self._now()
+        if self._last_s is None:
+            self._metrics.first_tokens(now_s - self._arrived_s, num_new)
+        else:
+            self._metrics.next_tokens(now_s - self._last_s, num_new)
+        self._last_s = now_s
+        self._num_tokens = completion_tokens
+
+    def ended(self, outcome: str) -> None:
+        """Counts the request; only the first call does."""
+        if self._is_counted:
+            return
+        self._is_counted = True
+        self._metrics.request_ended(self._endpoint, outcome)
+        self._metrics.request_took(self._now() - self._arrived_s)
+
+    def failed(self, error: BaseException) -> None:
+        """Counts a request that got no answer, under the code of its error."""
+        if isinstance(error, Exception) and not isinstance(error, ClientDisconnect):
+            reply = reply_for(error)
+            self.ended(reply.code or reply.type)
+        else:
+            self.ended("cancelled")
+
+
+class _SchedulerCollector(Collector):
+    def __init__(self, stats: Callable[[], SchedulerStats]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        totals = stats.totals
+        busy = sum(slot.request_id is not None for slot in stats.slots)
+        yield _gauge("queue_length", "Requests waiting for a slot.", stats.queued)
+        yield _gauge("slots", "Seats in the batch.", len(stats.slots))
+        yield _gauge("slots_busy", "Seats taken.", busy)
+        yield _gauge("engine_up", "1 when the engine is ready.", stats.engine_state == "ready")
+        yield _gauge("draining", "1 while the server refuses new requests.", stats.draining)
+        yield _counter("engine_restarts", "Engine processes started again.", stats.restarts)
+        yield _counter("windows", "Windows run.", totals.windows)
+        yield _counter("window_seconds", "Time spent in windows.", totals.window_s)
+        yield _counter(
+            "engine_prompt_tokens", "Prompt tokens read by the engine.", totals.prompt_tokens
+        )
+        yield _by_depth("drafts_offered", "Drafts that were verified.", totals.drafts_offered)
+        yield _by_depth("drafts_accepted", "Drafts that were kept.", totals.drafts_accepted)
+        yield _outcomes(stats)
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"stratagate_{name}", text, value=float(value))
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(f"stratagate_{name}", text, value=float(value))
+
+
+def _by_depth(name: str, text: str, values: tuple[int, ...]) -> Metric:
+    family = CounterMetricFamily(f"stratagate_{name}", text, labels=("depth",))
+    for depth, value in enumerate(values, start=1):
+        family.add_metric((str(depth),), value)
+    return family
+
+
+def _outcomes(stats: SchedulerStats) -> Metric:
+    family = CounterMetricFamily(
+        "stratagate_sequences", "Admitted sequences by how they ended.", labels=("outcome",)
+    )
+    for outcome, count in stats.totals.outcomes:
+        family.add_metric((str(outcome),), count)
+    return family

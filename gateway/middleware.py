@@ -1,0 +1,159 @@
+"""Pure ASGI middleware: request ids and access log, errors, API keys, body size.
+
+None of them buffers a response or stands between the endpoint and a disconnect.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import re
+import time
+import uuid
+from typing import TYPE_CHECKING
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+
+from gateway.errors import TABLE, BodyTooLarge, NotAuthenticated, reply_for
+from gateway.responses import error_response
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from gateway.config import ApiKey
+
+OWNER = "stratagate.owner"
+"""Scope key: name of the API key's owner, empty without keys."""
+REQUEST_ID = "stratagate.request_id"
+"""Scope key: id of the request, the client's own where it sent a usable one."""
+
+_GOOD_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_access = logging.getLogger("stratagate.access")
+_log = logging.getLogger("stratagate.gateway")
+
+
+class RequestLog:
+    """Gives every request an id and writes one line when it is over; never what it said."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = _request_id(scope)
+        scope[REQUEST_ID] = request_id
+        status = 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        started_s = time.monotonic()
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            _access.info(
+                "%s %s %s %.3fs id=%s%s",
+                scope["method"],
+                scope["path"],
+                status or "-",
+                time.monotonic() - started_s,
+                request_id,
+                f" key={scope[OWNER]}" if scope.get(OWNER) else "",
+            )
+
+
+def _request_id(scope: Scope) -> str:
+    given = Headers(scope=scope).get("x-request-id", "")
+    return given if _GOOD_REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+class Errors:
+    """Answers what endpoints raise with an error object; the outermost place where everything is caught."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        has_started = False
+
+        async def send_watched(message: Message) -> None:
+            nonlocal has_started
+            has_started = has_started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_watched)
+        except ClientDisconnect:
+            return
+        except Exception as error:
+            if type(error) not in TABLE:
+                _log.exception("request failed id=%s", scope.get(REQUEST_ID))
+            if has_started:
+                raise
+            response = error_response(reply_for(error))
+            await response(scope, receive, send)
+
+
+class ApiKeys:
+    """Lets only known keys reach /v1; notes whose it was."""
+
+    def __init__(self, app: ASGIApp, keys: tuple[ApiKey, ...]) -> None:
+        self._app = app
+        self._keys = [(key.name, key.secret.encode()) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            is_open = not self._keys or not scope["path"].startswith("/v1")
+            scope[OWNER] = "" if is_open else self._owner(Headers(scope=scope))
+        await self._app(scope, receive, send)
+
+    def _owner(self, headers: Headers) -> str:
+        kind, _, token = headers.get("authorization", "").partition(" ")
+        if kind.lower() != "bearer":
+            token = headers.get("x-api-key", "")
+        given = token.strip().encode()
+        # Every key is compared, so that the time taken says nothing about any of them.
+        owners = [name for name, secret in self._keys if hmac.compare_digest(secret, given)]
+        if not owners:
+            raise NotAuthenticated(
+                "the API key is not valid" if given else "an API key is required: send it as Bearer"
+            )
+        return owners[0]
+
+
+class BodyLimit:
+    """Refuses bodies beyond a limit: by their announced length unread, else at the byte too many."""
+
+    def __init__(self, app: ASGIApp, limit_bytes: int) -> None:
+        self._app = app
+        self._limit_bytes = limit_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        length = Headers(scope=scope).get("content-length", "")
+        if length.isdecimal() and int(length) > self._limit_bytes:
+            raise BodyTooLarge(limit_bytes=self._limit_bytes)
+        num_bytes = 0
+
+        async def receive_counted() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            if message["type"] == "http.request":
+                num_bytes += len(message.get("body", b""))
+                if num_bytes > self._limit_bytes:
+                    raise BodyTooLarge(limit_bytes=self._limit_bytes)
+            return message
+
+        await self._app(scope, receive_counted, send)

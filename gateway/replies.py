@@ -1,0 +1,126 @@
+"""OpenAI response shapes: whole answers and stream chunks as JSON bytes."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import orjson
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from gateway.detokenize import OutputToken
+    from gateway.generation import ChoiceDelta, RequestUsage
+    from gateway.tokenizer import Tokenizer
+
+JsonReply = dict[str, object]
+
+DONE = b"data: [DONE]\n\n"
+
+
+def frame(payload: object) -> bytes:
+    """One SSE event."""
+    return b"data: " + orjson.dumps(payload) + b"\n\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyHead:
+    """What every part of one answer repeats."""
+
+    id: str
+    model: str
+    fingerprint: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def head(self, kind: str) -> JsonReply:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
+
+
+def new_id(prefix: str) -> str:
+    """An id no other answer has."""
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def usage_reply(usage: RequestUsage) -> JsonReply:
+    """The usage object."""
+    details: JsonReply = {
+        "accepted_prediction_tokens": usage.accepted_tokens,
+        "rejected_prediction_tokens": usage.rejected_tokens,
+    }
+    if usage.reasoning_tokens is not None:
+        details["reasoning_tokens"] = usage.reasoning_tokens
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": details,
+    }
+
+
+class LogprobWriter:
+    """Log-probabilities in the two shapes that OpenAI has."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def chat(self, tokens: Iterable[OutputToken]) -> JsonReply:
+        """The shape of chat completions."""
+        return {
+            "content": [
+                {
+                    **self._entry(token.id, token.logprobs.logprob),
+                    "top_logprobs": [
+                        self._entry(token_id, logprob) for token_id, logprob in token.logprobs.top
+                    ],
+                }
+                for token in tokens
+            ],
+            "refusal": None,
+        }
+
+    def completion(self, tokens: Sequence[OutputToken]) -> JsonReply:
+        """The shape of completions."""
+        name = self._tokenizer.token_text
+        return {
+            "tokens": [name(token.id) for token in tokens],
+            "token_logprobs": [token.logprobs.logprob for token in tokens],
+            "top_logprobs": [
+                {name(token_id): logprob for token_id, logprob in token.logprobs.top}
+                for token in tokens
+            ],
+            "text_offset": [token.text_offset for token in tokens],
+        }
+
+    def _entry(self, token_id: int, logprob: float) -> JsonReply:
+        data = self._tokenizer.token_bytes(token_id)
+        return {
+            "token": self._tokenizer.token_text(token_id),
+            "logprob": max(logprob, -9999.0),
+            "bytes": list(data) if data else None,
+        }
+
+
+@dataclass(slots=True, kw_only=True)
+class ChoiceText:
+    """The parts of one choice of a whole answer."""
+
+    reasoning: list[str] = field(default_factory=list[str])
+    content: list[str] = field(default_factory=list[str])
+    tokens: list[OutputToken] = field(default_factory=list["OutputToken"])
+    finish_reason: str | None = None
+
+    def add(self, delta: ChoiceDelta) -> None:
+        self.reasoning.append(delta.reasoning)
+        self.content.append(delta.content)
+        self.tokens.extend(delta.tokens)
+        self.finish_reason = delta.finish_reason

@@ -1,0 +1,55 @@
+"""What a server prints when it is ready: the plan, what was chosen, where it listens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from gateway.routes import Service
+    from scheduler.messages import EngineInfo
+
+_MIB = 2**20
+
+
+def print_report(console: Console, service: Service, *, url: str, ready_s: float) -> None:
+    """Memory plan and facts of a started server."""
+    info = service.scheduler.info
+    if info.memory_plan:
+        console.print(_plan_table(info))
+    drafts = f"up to {info.max_draft} tokens" if info.max_draft else "off"
+    facts = {
+        "model": service.model,
+        "device": f"{info.device}, {info.dtype}",
+        "kernels": info.kernels,
+        "slots": f"{info.num_slots} x {info.max_context} tokens, prompts in chunks of {info.chunk_tokens}",
+        "drafts": drafts,
+        "keys": f"{len(service.config.api_keys)} API keys"
+        if service.config.api_keys
+        else "none needed",
+        "API": f"{url}/v1",
+        "page": f"{url}/",
+    }
+    for name, value in facts.items():
+        console.print(f"[bold]{name:>8}[/bold]  {value}", soft_wrap=True, highlight=False)
+    console.print(
+        f"ready in {ready_s:.1f} s (model loaded in {info.load_s:.1f} s)", highlight=False
+    )
+
+
+def _plan_table(info: EngineInfo) -> Table:
+    table = Table(title="memory plan, MiB")
+    table.add_column("part")
+    table.add_column("planned", justify="right")
+    table.add_column("actual", justify="right")
+    for item in info.memory_plan:
+        actual = "-" if item.actual_bytes is None else f"{item.actual_bytes / _MIB:.1f}"
+        table.add_row(item.name, f"{item.planned_bytes / _MIB:.1f}", actual)
+    total = sum(item.planned_bytes for item in info.memory_plan)
+    known = sum(item.actual_bytes or 0 for item in info.memory_plan)
+    table.add_section()
+    table.add_row("total", f"{total / _MIB:.1f}", f"{known / _MIB:.1f}")
+    return table

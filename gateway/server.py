@@ -1,0 +1,220 @@
+"""One server's life: load, listen, report, serve, drain, stop.
+
+Owns the process's signals: the first SIGTERM or SIGINT drains, the second aborts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import uvicorn
+from rich.console import Console
+
+from gateway.app import build_app
+from gateway.errors import ConfigError, TokenizerError
+from gateway.metrics import Metrics
+from gateway.model_files import load_model_files
+from gateway.preparation import Preparer
+from gateway.report import print_report
+from gateway.routes import Service
+from scheduler.config import model_path
+from scheduler.errors import EngineStartFailed
+from scheduler.factory import build_scheduler
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from starlette.applications import Starlette
+
+    from gateway.config import AppConfig, GatewayConfig
+    from gateway.model_files import ModelFiles
+    from scheduler.config import SchedulerConfig
+    from scheduler.service import Scheduler
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+_FLUSH_S = 2.0
+"""How long the last frames may take to leave after the sequences have ended."""
+_log = logging.getLogger("stratagate.server")
+
+
+def run_server(config: AppConfig, version: str) -> int:
+    """Serve until told to stop; returns the exit status."""
+    logging.basicConfig(
+        level=config.gateway.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+        stream=sys.stderr,
+    )
+    for name in ("httpx", "asyncio", "uvicorn.error", "sse_starlette"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(_serve(config, version))
+    except (ConfigError, TokenizerError, EngineStartFailed) as error:
+        sys.stderr.write(f"stratagate: {error}\n")
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.Loop
+
+
+async def _serve(config: AppConfig, version: str) -> int:
+    started_s = time.monotonic()
+    listener = listen(config.gateway)
+    try:
+        files = load_model_files(model_path(config.scheduler.engine.model))
+        scheduler = build_scheduler(with_turn_token(config.scheduler, files))
+        await scheduler.start()
+    except BaseException:
+        listener.close()
+        raise
+    try:
+        service = build_service(config.gateway, scheduler, files, version)
+        server = GracefulServer(build_app(service), scheduler, config.gateway)
+        print_report(
+            Console(stderr=True),
+            service,
+            url=url_of(listener),
+            ready_s=time.monotonic() - started_s,
+        )
+        return await server.run(listener)
+    finally:
+        await scheduler.stop(0.0)
+
+
+def with_turn_token(config: SchedulerConfig, files: ModelFiles) -> SchedulerConfig:
+    """The scheduler cuts prompts where turns begin; only the vocabulary knows the id."""
+    return replace(config, turn_token_id=files.turn_token_id)
+
+
+def build_service(
+    config: GatewayConfig, scheduler: Scheduler, files: ModelFiles, version: str
+) -> Service:
+    """The endpoints' service over a started scheduler."""
+    info = scheduler.info
+    return Service(
+        config=config,
+        scheduler=scheduler,
+        files=files,
+        preparer=Preparer(files, info),
+        metrics=Metrics(scheduler.stats),
+        model=config.served_model_name or info.model_name,
+        created=int(time.time()),
+        version=version,
+    )
+
+
+def listen(config: GatewayConfig) -> socket.socket:
+    """Take the address before anything slow happens. Raises ConfigError naming it."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(2048)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on --host {config.host} --port {config.port}: {error.strerror}"
+        ) from error
+    listener.setblocking(False)
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """Where a browser finds the listener."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class GracefulServer(uvicorn.Server):
+    """uvicorn that keeps answering while it drains.
+
+    On the first signal new generations get 503 and running ones have `drain_s` seconds; then the scheduler fails
+    the rest, their last frames leave, and uvicorn stops. The second signal stops at once.
+    """
+
+    def __init__(self, app: Starlette, scheduler: Scheduler, config: GatewayConfig) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=int(_FLUSH_S),
+                h11_max_incomplete_event_size=64 * 1024,
+            )
+        )
+        self._scheduler = scheduler
+        self._drain_s = config.drain_s
+        self._exit_status = EXIT_OK
+        self._stopping: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def run(self, listener: socket.socket) -> int:  # type: ignore[override]
+        """Serve on a listener until stopped; returns the exit status."""
+        self._loop = asyncio.get_running_loop()
+        watching = asyncio.create_task(self._watch_fatal(), name="fatal watch")
+        try:
+            await self.serve(sockets=[listener])
+        finally:
+            watching.cancel()
+            if self._stopping is not None:
+                self._stopping.cancel()
+                with suppress(asyncio.CancelledError):
+                    await self._stopping
+        return self._exit_status
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Signal handler. Never calls the inherited one, which other libraries hook to cut streams."""
+        del frame
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self.begin_stop, sig)
+
+    def begin_stop(self, sig: int) -> None:
+        """Drain; called again, abort."""
+        if self._stopping is None:
+            _log.warning(
+                "stopping: running requests have %.0f s; a second signal aborts", self._drain_s
+            )
+            self._stopping = asyncio.create_task(self._stop(self._drain_s), name="drain")
+            return
+        _log.warning("aborting")
+        self._exit_status = 128 + sig
+        self._stopping.cancel()
+        self.should_exit = True
+        self.force_exit = True
+
+    async def _stop(self, drain_s: float) -> None:
+        await self._scheduler.stop(drain_s)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_FLUSH_S):
+                while self.server_state.tasks:  # noqa: ASYNC110 - uvicorn has no event for it
+                    await asyncio.sleep(0.02)
+        self.should_exit = True
+
+    async def _watch_fatal(self) -> None:
+        await self._scheduler.fatal.wait()
+        _log.error("the engine died too often; stopping")
+        self._exit_status = EXIT_FAILED
+        self._stopping = self._stopping or asyncio.create_task(self._stop(0.0), name="drain")

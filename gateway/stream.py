@@ -1,0 +1,223 @@
+"""Deltas to SSE frames: the role first, exactly one finish chunk per choice, usage, [DONE].
+
+An error after the first byte becomes one error event, then [DONE]. Leaving the stream, in whatever way, cancels its
+sequences.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Protocol
+
+import orjson
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from sse_starlette.sse import SendTimeoutError
+
+from gateway.errors import TABLE, reply_for
+from gateway.replies import DONE, frame, usage_reply
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from starlette.types import Receive, Scope, Send
+
+    from gateway.generation import ChoiceDelta, Generation
+    from gateway.metrics import Meter
+    from gateway.replies import JsonReply, LogprobWriter, ReplyHead
+    from gateway.wire import StreamOptions
+
+_log = logging.getLogger("stratagate.stream")
+
+
+class ChunkWriter(Protocol):
+    """How one endpoint spells its chunks."""
+
+    kind: str
+    """The `object` of every chunk."""
+
+    def opening(self, index: int) -> JsonReply | None:
+        """The choice object of the chunk before any output, if there is one."""
+        ...
+
+    def output(self, delta: ChoiceDelta) -> JsonReply:
+        """The choice object of new output."""
+        ...
+
+    def ending(self, index: int, finish_reason: str) -> JsonReply:
+        """The choice object of the finish chunk."""
+        ...
+
+
+class ChatChunks:
+    """Chunks of chat completions."""
+
+    kind = "chat.completion.chunk"
+
+    def __init__(self, logprobs: LogprobWriter | None) -> None:
+        self._logprobs = logprobs
+
+    def opening(self, index: int) -> JsonReply:
+        return self._choice(index, {"role": "assistant", "content": ""}, None)
+
+    def output(self, delta: ChoiceDelta) -> JsonReply:
+        parts: JsonReply = {}
+        if delta.reasoning:
+            parts["reasoning_content"] = delta.reasoning
+        if delta.content or not delta.reasoning:
+            parts["content"] = delta.content
+        logprobs = self._logprobs.chat(delta.tokens) if self._logprobs else None
+        return self._choice(delta.index, parts, None, logprobs)
+
+    def ending(self, index: int, finish_reason: str) -> JsonReply:
+        return self._choice(index, {}, finish_reason)
+
+    def _choice(
+        self,
+        index: int,
+        delta: JsonReply,
+        finish_reason: str | None,
+        logprobs: JsonReply | None = None,
+    ) -> JsonReply:
+        return {
+            "index": index,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
+
+
+class CompletionChunks:
+    """Chunks of completions."""
+
+    kind = "text_completion"
+
+    def __init__(self, logprobs: LogprobWriter | None, echoes: tuple[str, ...]) -> None:
+        """echoes: by choice, text to send before the output."""
+        self._logprobs = logprobs
+        self._echoes = echoes
+
+    def opening(self, index: int) -> JsonReply | None:
+        echo = self._echoes[index]
+        return self._choice(index, echo, None) if echo else None
+
+    def output(self, delta: ChoiceDelta) -> JsonReply:
+        logprobs = self._logprobs.completion(delta.tokens) if self._logprobs else None
+        return self._choice(delta.index, delta.content, None, logprobs)
+
+    def ending(self, index: int, finish_reason: str) -> JsonReply:
+        return self._choice(index, "", finish_reason)
+
+    def _choice(
+        self, index: int, text: str, finish_reason: str | None, logprobs: JsonReply | None = None
+    ) -> JsonReply:
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
+
+
+class FrameStream:
+    """The SSE frames of one answer."""
+
+    def __init__(
+        self,
+        head: ReplyHead,
+        generation: Generation,
+        chunks: ChunkWriter,
+        delivery: StreamOptions,
+        meter: Meter,
+    ) -> None:
+        self._generation = generation
+        self._chunks = chunks
+        self._delivery = delivery
+        self._meter = meter
+        # The part of every chunk that does not change, up to the choices.
+        self._prefix = b"data: " + orjson.dumps(head.head(chunks.kind))[:-1] + b',"choices":['
+
+    async def frames(self) -> AsyncGenerator[bytes, None]:
+        """Bytes to send, one or more whole frames at a time. Closed early, the sequences are cancelled."""
+        generation = self._generation
+        try:
+            opening = [self._chunks.opening(choice.index) for choice in generation.choices]
+            if first := b"".join(self._chunk(choice) for choice in opening if choice is not None):
+                yield first
+            async with aclosing(generation.deltas()) as deltas:
+                async for delta in deltas:
+                    self._meter.delivered(generation.completion_tokens)
+                    if data := self._frames_of(delta):
+                        yield data
+            self._meter.ended(generation.outcome)
+            yield self._last_usage() + DONE
+        except Exception as error:
+            yield self._error(error) + DONE
+        finally:
+            generation.close()
+            self._meter.ended("cancelled")
+
+    def _frames_of(self, delta: ChoiceDelta) -> bytes:
+        data = self._chunk(self._chunks.output(delta)) if delta.has_output else b""
+        if delta.finish_reason is not None:
+            data += self._chunk(self._chunks.ending(delta.index, delta.finish_reason.value))
+        return data
+
+    def _chunk(self, choice: JsonReply) -> bytes:
+        return b"%b%b]%b}\n\n" % (self._prefix, orjson.dumps(choice), self._usage_so_far())
+
+    def _usage_so_far(self) -> bytes:
+        if self._delivery.continuous_usage:
+            return b',"usage":' + orjson.dumps(usage_reply(self._generation.usage))
+        # With include_usage OpenAI's chunks carry a null until the last one.
+        return b',"usage":null' if self._delivery.include_usage else b""
+
+    def _last_usage(self) -> bytes:
+        if not self._delivery.include_usage:
+            return b""
+        usage = orjson.dumps(usage_reply(self._generation.usage))
+        return b'%b],"usage":%b}\n\n' % (self._prefix, usage)
+
+    def _error(self, error: Exception) -> bytes:
+        reply = reply_for(error)
+        if type(error) not in TABLE:
+            _log.exception("stream failed")
+        self._meter.ended(reply.code or reply.type)
+        return frame(reply.body())
+
+
+class FrameResponse(EventSourceResponse):
+    """Sends frames; keep-alive comments in between; whatever ends it also ends the generation.
+
+    A reader that takes nothing for `send_timeout_s` is left.
+    """
+
+    def __init__(
+        self,
+        stream: FrameStream,
+        generation: Generation,
+        *,
+        keepalive_s: float,
+        send_timeout_s: float,
+    ) -> None:
+        super().__init__(  # pyright: ignore[reportUnknownMemberType] - a bare dict in its types
+            stream.frames(),
+            ping=keepalive_s,
+            ping_message_factory=_keep_alive,
+            send_timeout=send_timeout_s,
+            sep="\n",
+        )
+        self._generation = generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        except SendTimeoutError:
+            _log.warning("a reader stalled for %.0f s and was left", self.send_timeout)
+        finally:
+            # Frames that were never asked for leave their generator's own clean-up unrun.
+            self._generation.close()
+
+
+def _keep_alive() -> ServerSentEvent:
+    return ServerSentEvent(comment="keep-alive", sep="\n")
