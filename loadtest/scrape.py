@@ -1,0 +1,106 @@
+"""Samples a server's Prometheus /metrics while it is under load. A server without one is simply not sampled."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+# Families of stratagate; other servers report their own names and yield samples without these.
+_SLOTS = "stratagate_slots"
+_SLOTS_BUSY = "stratagate_slots_busy"
+_QUEUE = "stratagate_queue_length"
+_OFFERED = "stratagate_drafts_offered_total"
+_ACCEPTED = "stratagate_drafts_accepted_total"
+_PROMPT_TOKENS = "stratagate_prompt_tokens_total"
+_COMPLETION_TOKENS = "stratagate_completion_tokens_total"
+_REQUESTS = "stratagate_requests_total"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """What a server said of itself at one moment."""
+
+    time_s: float
+    slots: float | None
+    slots_busy: float | None
+    queue_length: float | None
+    prompt_tokens: float
+    completion_tokens: float
+    drafts_offered: tuple[tuple[str, float], ...]
+    """By depth, counted from the server's start."""
+    drafts_accepted: tuple[tuple[str, float], ...]
+    requests: tuple[tuple[str, float], ...]
+    """By outcome, over all endpoints."""
+
+
+def parse(text: str, *, time_s: float) -> Sample:
+    """Read the exposition text. Raises ValueError if it is none."""
+    values: dict[str, list[tuple[dict[str, str], float]]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            values.setdefault(sample.name, []).append((dict(sample.labels), float(sample.value)))
+
+    def single(name: str) -> float | None:
+        return sum(value for _, value in values[name]) if name in values else None
+
+    def by_label(name: str, label: str) -> tuple[tuple[str, float], ...]:
+        sums: dict[str, float] = {}
+        for labels, value in values.get(name, []):
+            sums[labels.get(label, "")] = sums.get(labels.get(label, ""), 0.0) + value
+        return tuple(sorted(sums.items()))
+
+    return Sample(
+        time_s=time_s,
+        slots=single(_SLOTS),
+        slots_busy=single(_SLOTS_BUSY),
+        queue_length=single(_QUEUE),
+        prompt_tokens=single(_PROMPT_TOKENS) or 0.0,
+        completion_tokens=single(_COMPLETION_TOKENS) or 0.0,
+        drafts_offered=by_label(_OFFERED, "depth"),
+        drafts_accepted=by_label(_ACCEPTED, "depth"),
+        requests=by_label(_REQUESTS, "outcome"),
+    )
+
+
+def acceptance(before: Sample, after: Sample) -> tuple[tuple[str, float, float], ...]:
+    """(depth, verified drafts, accepted drafts) between two samples."""
+    offered_before, accepted_before = dict(before.drafts_offered), dict(before.drafts_accepted)
+    accepted_after = dict(after.drafts_accepted)
+    return tuple(
+        (
+            depth,
+            offered - offered_before.get(depth, 0.0),
+            accepted_after.get(depth, 0.0) - accepted_before.get(depth, 0.0),
+        )
+        for depth, offered in after.drafts_offered
+    )
+
+
+def acceptance_rate(before: Sample, after: Sample) -> float | None:
+    """Accepted of verified drafts over all depths; None when none was verified."""
+    rows = acceptance(before, after)
+    offered = sum(row[1] for row in rows)
+    return sum(row[2] for row in rows) / offered if offered else None
+
+
+async def fetch(http: httpx.AsyncClient, root_url: str) -> Sample | None:
+    """One sample, or None when the server has no metrics."""
+    try:
+        response = await http.get(f"{root_url}/metrics", timeout=5.0)
+        if response.status_code != 200:
+            return None
+        return parse(response.text, time_s=asyncio.get_running_loop().time())
+    except (httpx.HTTPError, ValueError):
+        return None
+
+
+async def sample_until_cancelled(
+    http: httpx.AsyncClient, root_url: str, samples: list[Sample], *, every_s: float = 1.0
+) -> None:
+    """Append a sample every `every_s`; gives up at once when the server has no metrics."""
+    while (sample := await fetch(http, root_url)) is not None:
+        samples.append(sample)
+        await asyncio.sleep(every_s)

@@ -1,0 +1,140 @@
+"""The files a run leaves: complete, parseable, self-contained."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import itertools
+import json
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+from rich.console import Console
+
+from loadtest.__main__ import Profile, Settings, passed
+from loadtest.config import Arrivals, Shape, Slo
+from loadtest.driver import Driver, Stage
+from loadtest.plot import Series, line_chart
+from loadtest.report import Run, print_tables, write_csv, write_html, write_json
+from loadtest.stats import summarize
+from loadtest.workload import Conversation
+from tests.unit.loadtest.test_faults import sample
+from tests.unit.loadtest.virtual import TARGET, ScriptedServer, client, limits, run, steady
+
+SLO = Slo(limits=(("ttft", 0.25),))
+
+
+def make_run() -> Run:
+    async def main() -> list[Stage]:
+        server = ScriptedServer(lambda _: steady(ttft_s=0.2, itl_s=0.1, num_chunks=4))
+        async with client(server) as http:
+            stages: list[Stage] = []
+            for concurrency in (1, 2):
+                driver = Driver(
+                    http=http,
+                    target=TARGET,
+                    limits=limits(max_requests=4),
+                    source=itertools.repeat(Conversation(turns=("<b>hello</b>",))),
+                )
+                stages.append(await driver.closed_loop(concurrency))
+            return stages
+
+    stages = run(main())
+    offered = [(("1", 10.0 * n),) for n in range(3)]
+    return Run(
+        started_at="2030-01-01T00:00:00+00:00",
+        settings={"server": "http://server/v1", "body fields": '{"a": "</td><script>"}'},
+        slo=SLO,
+        stages=tuple(stages),
+        summaries=tuple(summarize(stage, warmup_s=0.0, slo=SLO) for stage in stages),
+        samples=tuple(
+            sample(time_s=float(n), drafts_offered=offered[n], drafts_accepted=(("1", 6.0 * n),))
+            for n in range(3)
+        ),
+        disagreements=(),
+    )
+
+
+def test_json_holds_figures_and_every_request(tmp_path: Path) -> None:
+    write_json(make_run(), tmp_path / "r.json")
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert [stage["concurrency"] for stage in report["stages"]] == [1, 2]
+    assert abs(report["stages"][0]["distributions"]["ttft"]["p99_s"] - 0.2) < 1e-9
+    assert len(report["requests"]) == 8
+    assert {request["outcome"] for request in report["requests"]} == {"ok"}
+
+
+def test_csv_has_a_row_per_request(tmp_path: Path) -> None:
+    write_csv(make_run(), tmp_path / "r.csv")
+    with (tmp_path / "r.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 8
+    assert {row["completion_tokens"] for row in rows} == {"4"}
+
+
+def test_html_needs_nothing_else_and_escapes_what_it_shows(tmp_path: Path) -> None:
+    write_html(make_run(), tmp_path / "r.html")
+    page = (tmp_path / "r.html").read_text()
+    assert "<script" not in page
+    assert not re.search(r"(src|href)=", page)
+    assert page.count("<svg") == 7
+
+
+def test_tables_name_slo_acceptance_and_agreement() -> None:
+    console = Console(record=True, width=120, quiet=False, file=None)
+    with console.capture() as capture:
+        print_tables(make_run(), console)
+    text = capture.get()
+    assert "100.0% met ttft <= 250 ms" in text
+    assert "drafts accepted by depth: 1: 0.60" in text
+    assert "agree on all counts" in text
+
+
+def test_charts_are_well_formed_also_without_points() -> None:
+    for points in ([], [(0.0, 0.0)], [(1.0, 2.0), (3.0, 1e6)]):
+        ET.fromstring(line_chart("a & b", "s", "<", [Series("x<y", points)]))
+
+
+def make_settings(profile: Profile, slo_share: float) -> Settings:
+    return Settings(
+        target=TARGET,
+        limits=limits(),
+        arrivals=Arrivals(shape=Shape.CLOSED),
+        concurrencies=(1,),
+        profile=profile,
+        slo=SLO,
+        slo_share=slo_share,
+        seed=0,
+        conversations=(),
+        prompt_words=(1, 1),
+        output_tokens=(1, 1),
+        turns=1,
+        oversize_words=1,
+        options={},
+        sample_metrics=True,
+    )
+
+
+def test_a_chat_run_passes_by_its_share_of_good_requests() -> None:
+    run_ = make_run()
+    strict = dataclasses.replace(
+        run_,
+        summaries=tuple(
+            summarize(stage, warmup_s=0.0, slo=Slo(limits=(("ttft", 0.1),)))
+            for stage in run_.stages
+        ),
+    )
+    assert passed(run_, make_settings(Profile.CHAT, 0.99))
+    assert not passed(strict, make_settings(Profile.CHAT, 0.99))
+    assert passed(strict, make_settings(Profile.CHAT, 0.0))
+    assert not passed(dataclasses.replace(run_, summaries=()), make_settings(Profile.CHAT, 0.0))
+
+
+def test_a_fault_run_passes_when_all_ended_as_they_should_and_counts_agree() -> None:
+    run_ = make_run()
+    settings = make_settings(Profile.FAULTS, 0.99)
+    assert passed(run_, settings)
+    assert not passed(dataclasses.replace(run_, disagreements=("x",)), settings)
+    odd = dataclasses.replace(run_.summaries[0], num_unexpected=1)
+    assert not passed(dataclasses.replace(run_, summaries=(odd,)), settings)
