@@ -20,7 +20,6 @@ from engine.fake import FakeEngine, FakeScript
 from engine.wire import (
     HEADER_BYTES,
     Close,
-    FromEngine,
     Load,
     LoadFailed,
     LogLine,
@@ -52,7 +51,7 @@ class Channel:
         self._sock = sock
         self._send_lock = threading.Lock()
 
-    def send(self, message: FromEngine) -> None:
+    def send(self, message: Message) -> None:
         frame = encode(message)
         with self._send_lock:
             self._sock.sendall(frame)

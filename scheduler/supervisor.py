@@ -110,19 +110,24 @@ class EngineSupervisor:
             async with asyncio.timeout(self._config.window_timeout_s):
                 return await link.run_window(plan)
         except TimeoutError:
-            self.kill()
+            self._drop(link)
             limit_s = self._config.window_timeout_s
             raise EngineDead(f"a window took longer than {limit_s:g} s") from None
         except EngineDead:
-            self.kill()
+            self._drop(link)
             raise
 
     def kill(self) -> None:
         """End the running engine, if any; `run` starts the next one."""
-        link, self._link = self._link, None
-        if link is not None:
+        if self._link is not None:
+            self._drop(self._link)
+
+    def _drop(self, link: EngineLink) -> None:
+        """End this engine; the next one may be running already."""
+        if self._link is link:
+            self._link = None
             self.state = EngineState.RESTARTING
-            link.kill()
+        link.kill()
 
     async def _live_once(self) -> str | None:
         """One engine from launch to death. Returns why it ended, None if there can be no other."""

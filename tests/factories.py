@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from engine.errors import PlanError
 from engine.fake import FakeEngine, FakeScript, expected_output
-from engine.interface import EngineInfo, SamplingParams, WindowPlan, WindowResult
+from engine.interface import MAX_SPEC, EngineInfo, SamplingParams, WindowPlan, WindowResult
 from scheduler.config import SchedulerConfig, SupervisionConfig
 from scheduler.errors import EngineDead, EngineStartFailed
 from scheduler.messages import Failed, Finished, GenerateRequest, Tokens
+from scheduler.sequence import SequenceState
 from scheduler.service import Scheduler
 from scheduler.supervisor import EngineLink, WindowRefused
 
@@ -65,6 +67,34 @@ def make_request(
     )
 
 
+def make_sequence(
+    *,
+    arrival: int | None = None,
+    prompt_ids: tuple[int, ...] = (1, 2, 3),
+    max_tokens: int = 8,
+    stop_token_ids: tuple[int, ...] = (),
+    owner: str = "",
+    priority: int = 0,
+    deadline_at_s: float | None = None,
+    max_draft: int = MAX_SPEC,
+) -> SequenceState:
+    """A sequence that waits for a seat."""
+    request = make_request(
+        prompt_ids=prompt_ids,
+        max_tokens=max_tokens,
+        stop_token_ids=stop_token_ids,
+        owner=owner,
+        priority=priority,
+    )
+    return SequenceState(
+        request=request,
+        arrival=next(_request_numbers) if arrival is None else arrival,
+        deadline_at_s=deadline_at_s,
+        max_draft=max_draft,
+        spec_min_p=0.5,
+    )
+
+
 def make_scheduler(
     fake: FakeScript | None = None,
     *,
@@ -90,6 +120,12 @@ class Collected:
     token_ids: tuple[int, ...]
     last: Finished | Failed | None
     """None: it was cancelled."""
+
+
+async def wait_until(condition: Callable[[], bool]) -> None:
+    """Return when it holds; the test's own time limit bounds it."""
+    while not condition():  # noqa: ASYNC110 (tests look at states that nothing announces)
+        await asyncio.sleep(0.002)
 
 
 async def collect(handle: RequestHandle) -> Collected:

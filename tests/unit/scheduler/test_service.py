@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -31,6 +31,7 @@ from tests.factories import (
     expected_ids,
     make_request,
     make_scheduler,
+    wait_until,
 )
 
 if TYPE_CHECKING:
@@ -41,17 +42,12 @@ SLOW = FakeScript(decode_s=0.02, accepted=())
 
 
 @asynccontextmanager
-async def running(scheduler: Scheduler) -> AsyncIterator[Scheduler]:
+async def running(scheduler: Scheduler) -> AsyncGenerator[Scheduler]:
     await scheduler.start()
     try:
         yield scheduler
     finally:
         await scheduler.stop(0.0)
-
-
-async def wait_until_ready(scheduler: Scheduler) -> None:
-    while not scheduler.ready:
-        await asyncio.sleep(0.005)
 
 
 def outcome(scheduler: Scheduler, wanted: Outcome) -> int:
@@ -207,8 +203,7 @@ async def test_cancel_while_decoding_frees_the_slot_and_silences_the_handle() ->
         handle.cancel()
         handle.cancel()
         assert [event async for event in handle] == []
-        while any(view.request_id is not None for view in scheduler.stats().slots):
-            await asyncio.sleep(0.001)
+        await wait_until(lambda: scheduler.stats().slots[0].request_id is None)
         assert scheduler.stats().totals.windows <= windows + 1
         assert outcome(scheduler, Outcome.CANCELLED) == 1
         assert handle.ended_s is not None
@@ -218,12 +213,10 @@ async def test_cancel_while_reading_frees_the_slot() -> None:
     script = FakeScript(prompt_token_s=0.0005)
     async with running(make_scheduler(script)) as scheduler:
         handle = scheduler.submit(make_request(prompt_ids=(1,) * 2000))
-        while scheduler.stats().slots[0].read_tokens < 128:
-            await asyncio.sleep(0.001)
+        await wait_until(lambda: scheduler.stats().slots[0].read_tokens >= 128)
         windows = scheduler.stats().totals.windows
         handle.cancel()
-        while scheduler.stats().slots[0].request_id is not None:
-            await asyncio.sleep(0.001)
+        await wait_until(lambda: scheduler.stats().slots[0].request_id is None)
         assert scheduler.stats().totals.windows <= windows + 1
         assert scheduler.stats().totals.prompt_tokens < 2000
 
@@ -250,8 +243,7 @@ async def test_cancel_wakes_a_waiting_reader() -> None:
 async def test_cancel_after_the_end_changes_nothing() -> None:
     async with running(make_scheduler()) as scheduler:
         handle = scheduler.submit(make_request())
-        while not handle.ended:
-            await asyncio.sleep(0.001)
+        await wait_until(lambda: handle.ended)
         handle.cancel()
         assert not handle.cancelled
         assert isinstance((await collect(handle)).last, Finished)
@@ -296,7 +288,7 @@ async def test_a_dead_engine_fails_those_in_flight_and_comes_back(kind: FaultKin
         with pytest.raises(EngineUnavailable) as caught:
             scheduler.submit(make_request())
         assert caught.value.retry_after_s >= 1.0
-        await wait_until_ready(scheduler)
+        await wait_until(lambda: scheduler.ready)
         assert scheduler.stats().restarts == 1
         request = make_request(max_tokens=4)
         assert (await collect(scheduler.submit(request))).token_ids == expected_ids(script, request)
@@ -310,7 +302,7 @@ async def test_a_hanging_window_is_cut_by_the_watchdog() -> None:
         collected = await collect(scheduler.submit(make_request()))
         assert isinstance(collected.last, Failed)
         assert "longer than 0.1 s" in str(collected.last.error)
-        await wait_until_ready(scheduler)
+        await wait_until(lambda: scheduler.ready)
 
 
 async def test_repeated_deaths_are_fatal() -> None:
@@ -318,7 +310,7 @@ async def test_repeated_deaths_are_fatal() -> None:
     config = SchedulerConfig(supervision=replace(FAST_SUPERVISION, max_deaths=3))
     async with running(make_scheduler(script, config=config)) as scheduler:
         for _ in range(3):
-            await wait_until_ready(scheduler)
+            await wait_until(lambda: scheduler.ready)
             assert isinstance((await collect(scheduler.submit(make_request()))).last, Failed)
         await asyncio.wait_for(scheduler.fatal.wait(), 1.0)
         assert scheduler.engine_state is EngineState.FAILED

@@ -1,0 +1,77 @@
+"""Who waits, who is next, who may enter."""
+
+from __future__ import annotations
+
+import pytest
+
+from scheduler.admission import MAX_RETRY_AFTER_S, MIN_RETRY_AFTER_S, WaitingQueue, retry_after_s
+from scheduler.sequence import SequenceState
+from tests.factories import make_sequence
+
+
+def queue_of(*sequences: SequenceState, max_waiting: int = 100) -> WaitingQueue:
+    queue = WaitingQueue(max_waiting)
+    for sequence in sequences:
+        queue.add(sequence)
+    return queue
+
+
+def order(queue: WaitingQueue) -> list[int]:
+    """Arrivals in the order of seating, every seat being free again at once."""
+    return [queue.take_next(()).arrival for _ in range(len(queue))]
+
+
+def test_equals_are_first_come_first_served() -> None:
+    assert order(queue_of(*(make_sequence(arrival=n) for n in range(4)))) == [0, 1, 2, 3]
+
+
+def test_priority_goes_first() -> None:
+    sequences = (make_sequence(arrival=n, priority=n % 2) for n in range(4))
+    assert order(queue_of(*sequences)) == [1, 3, 0, 2]
+
+
+def test_owners_take_turns() -> None:
+    greedy = [make_sequence(arrival=n, owner="a") for n in range(4)]
+    modest = [make_sequence(arrival=n + 4, owner="b") for n in range(2)]
+    assert order(queue_of(*greedy, *modest)) == [0, 4, 1, 5, 2, 3]
+
+
+def test_who_has_fewer_seats_goes_first() -> None:
+    seated = [make_sequence(owner="a"), make_sequence(owner="a"), make_sequence(owner="b")]
+    queue = queue_of(
+        make_sequence(arrival=0, owner="a"),
+        make_sequence(arrival=1, owner="b"),
+        make_sequence(arrival=2, owner="c"),
+    )
+    assert queue.take_next(seated).arrival == 2
+    assert queue.take_next(seated).arrival == 1
+
+
+def test_the_bound_counts_only_those_who_will_wait() -> None:
+    queue = queue_of(make_sequence(), make_sequence(), max_waiting=1)
+    assert not queue.has_room(0)
+    assert not queue.has_room(1)
+    assert queue.has_room(2)
+
+
+def test_overdue_ones_leave_together() -> None:
+    late = make_sequence(deadline_at_s=10.0)
+    patient, endless = make_sequence(deadline_at_s=11.0), make_sequence()
+    queue = queue_of(late, patient, endless)
+    assert queue.take_overdue(9.9) == ()
+    assert queue.take_overdue(10.0) == (late,)
+    assert queue.arrivals() == {patient.arrival, endless.arrival}
+
+
+def test_all_can_be_taken() -> None:
+    queue = queue_of(make_sequence(arrival=1), make_sequence(arrival=2))
+    assert [sequence.arrival for sequence in queue.take_all()] == [1, 2]
+    assert len(queue) == 0
+
+
+@pytest.mark.parametrize(
+    ("mean_seat_s", "expected"),
+    [(0.0, MIN_RETRY_AFTER_S), (20.0, 5.0), (10_000.0, MAX_RETRY_AFTER_S)],
+)
+def test_retry_after_follows_the_measured_seat_time(mean_seat_s: float, expected: float) -> None:
+    assert retry_after_s(mean_seat_s, num_slots=4) == expected

@@ -1,0 +1,127 @@
+"""Draft depth follows measured acceptance and measured costs."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.interface import MAX_SPEC, WindowTimes
+from scheduler.draft import Acceptance, DraftBid, WindowCosts, choose_depths
+
+
+def costs(*, base_s: float, row_s: float, draft_s: float = 0.0) -> WindowCosts:
+    """Costs after windows of 1 to 20 rows that obey the line exactly."""
+    measured = WindowCosts()
+    for rows in (1, 5, 10, 20, 3, 7):
+        times = WindowTimes(prefill_s=0.0, draft_s=2 * draft_s, verify_s=base_s + row_s * rows)
+        measured = measured.observe(num_rows=rows, num_draft_steps=2, times=times)
+    return measured
+
+
+def bid(rate: float, *, cap: int = MAX_SPEC, explore: bool = False) -> DraftBid:
+    survival = tuple(rate**depth for depth in range(1, MAX_SPEC + 1))
+    return DraftBid(cap=cap, survival=survival, reach=(1.0,) * MAX_SPEC, explore=explore)
+
+
+def test_costs_recover_the_line() -> None:
+    measured = costs(base_s=0.010, row_s=0.002, draft_s=0.003)
+    assert measured.base_s == pytest.approx(0.010)
+    assert measured.row_s == pytest.approx(0.002)
+    assert measured.draft_s == pytest.approx(0.003)
+
+
+def test_windows_of_one_height_leave_the_row_cost_at_its_prior() -> None:
+    measured = WindowCosts()
+    for _ in range(10):
+        times = WindowTimes(prefill_s=0.0, draft_s=0.0, verify_s=0.0105)
+        measured = measured.observe(num_rows=1, num_draft_steps=0, times=times)
+    assert measured.row_s == pytest.approx(0.0005)
+    assert measured.base_s == pytest.approx(0.010)
+    assert measured.draft_s == 0.0
+
+
+def test_a_falling_line_is_taken_for_a_flat_one() -> None:
+    measured = costs(base_s=0.1, row_s=-0.002)
+    assert measured.row_s == 0.0
+    assert measured.base_s > 0.0
+
+
+def test_unmeasured_costs_draft_to_the_cap() -> None:
+    assert choose_depths((bid(0.1, cap=3), bid(0.9)), WindowCosts()) == (3, 4)
+
+
+def test_free_rows_draft_to_the_cap() -> None:
+    assert choose_depths((bid(0.3, cap=2), bid(0.3)), costs(base_s=0.01, row_s=0.0)) == (2, 4)
+
+
+def test_costly_rows_draft_only_what_is_likely() -> None:
+    dear = costs(base_s=0.004, row_s=0.004)
+    assert choose_depths((bid(0.95),), dear)[0] > choose_depths((bid(0.6),), dear)[0]
+    assert choose_depths((bid(0.3),), dear) == (0,)
+
+
+def test_a_dear_draft_layer_is_not_run() -> None:
+    assert choose_depths((bid(0.9),), costs(base_s=0.01, row_s=0.0, draft_s=0.1)) == (0,)
+
+
+def test_one_good_slot_does_not_drag_a_poor_one_along() -> None:
+    depths = choose_depths((bid(0.95), bid(0.05)), costs(base_s=0.01, row_s=0.003))
+    assert depths[0] > 1
+    assert depths[1] == 0
+
+
+def test_exploring_goes_to_the_cap() -> None:
+    dear = costs(base_s=0.001, row_s=0.1)
+    assert choose_depths((bid(0.1, cap=3, explore=True), bid(0.1)), dear) == (3, 0)
+
+
+def test_no_bids_no_depths() -> None:
+    assert choose_depths((), costs(base_s=0.01, row_s=0.001)) == ()
+
+
+@given(
+    bids=st.lists(st.tuples(st.floats(0.0, 1.0), st.integers(0, MAX_SPEC)), max_size=6),
+    base_s=st.floats(0.0, 0.1),
+    row_s=st.floats(0.0, 0.1),
+    draft_s=st.floats(0.0, 0.1),
+)
+def test_depths_never_exceed_the_cap(
+    bids: list[tuple[float, int]], base_s: float, row_s: float, draft_s: float
+) -> None:
+    chosen = tuple(bid(rate, cap=cap) for rate, cap in bids)
+    depths = choose_depths(chosen, costs(base_s=base_s, row_s=row_s, draft_s=draft_s))
+    assert len(depths) == len(chosen)
+    assert all(0 <= depth <= one.cap for depth, one in zip(depths, chosen, strict=True))
+
+
+def test_acceptance_converges_to_what_happens() -> None:
+    acceptance = Acceptance()
+    for step in range(300):
+        num_accepted = (0, 1, 2, 4)[step % 4]
+        acceptance = acceptance.observe(max_draft=4, num_drafted=4, num_accepted=num_accepted)
+    survival = acceptance.survival(Acceptance())
+    assert survival == pytest.approx((0.75, 0.5, 0.25, 0.25), abs=0.06)
+    assert acceptance.reach(Acceptance()) == (1.0,) * 4
+
+
+def test_a_short_cap_says_nothing_about_deeper_drafts() -> None:
+    acceptance = Acceptance().observe(max_draft=2, num_drafted=2, num_accepted=2)
+    assert acceptance.allowed == (1.0, 1.0, 0.0, 0.0)
+    assert acceptance.tried == (1.0, 1.0, 0.0, 0.0)
+
+
+def test_a_young_sequence_leans_on_everyone() -> None:
+    everyone = Acceptance()
+    for _ in range(200):
+        everyone = everyone.observe(max_draft=4, num_drafted=4, num_accepted=0)
+    assert Acceptance().survival(everyone)[0] < 0.15 < Acceptance().survival(Acceptance())[0]
+
+
+def test_the_gate_is_seen_as_reach() -> None:
+    acceptance = Acceptance()
+    for _ in range(200):
+        acceptance = acceptance.observe(max_draft=4, num_drafted=1, num_accepted=1)
+    reach = acceptance.reach(Acceptance())
+    assert reach[0] == pytest.approx(1.0)
+    assert max(reach[1:]) < 0.15

@@ -1,0 +1,235 @@
+"""Plans from slots, progress from results: no engine, no time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from engine.interface import SlotFailure, SlotTokens, WindowPlan, WindowResult, WindowTimes
+from scheduler.draft import EXPLORE_EVERY
+from scheduler.errors import SlotFailed
+from scheduler.messages import Failed, Finished, FinishReason, Tokens
+from scheduler.prefill import ReadShare
+from scheduler.sequence import Phase, SequenceState
+from scheduler.slots import SlotTable
+from scheduler.window import Pace, WindowRules, apply_result, measured, plan_window
+from tests.factories import make_sequence
+
+RULES = WindowRules(chunk_tokens=4, turn_token_id=None, max_passes=2)
+PACE = Pace(share=ReadShare(decode_share=0.5))
+NO_TIME = WindowTimes(prefill_s=0.0, draft_s=0.0, verify_s=0.0)
+
+
+def tokens(slot: int, *token_ids: int, num_drafted: int = 0, num_accepted: int = 0) -> SlotTokens:
+    return SlotTokens(
+        slot=slot,
+        token_ids=token_ids,
+        num_drafted=num_drafted,
+        num_accepted=num_accepted,
+        logprobs=None,
+    )
+
+
+def result(*produced: SlotTokens, failures: tuple[SlotFailure, ...] = ()) -> WindowResult:
+    return WindowResult(tokens=produced, failures=failures, times=NO_TIME)
+
+
+def planned(table: SlotTable, pace: Pace = PACE) -> WindowPlan:
+    plan = plan_window(table, RULES, pace)
+    assert plan is not None
+    return plan
+
+
+def table_of(*sequences: SequenceState, num_slots: int = 4) -> SlotTable:
+    table = SlotTable(num_slots)
+    for sequence in sequences:
+        table.seat(sequence)
+    return table
+
+
+def decoding(max_tokens: int = 20, *, max_draft: int = 4) -> SequenceState:
+    """A sequence to be seated whose prompt will count as read, with one token out."""
+    return make_sequence(prompt_ids=(1,), max_tokens=max_tokens, max_draft=max_draft)
+
+
+def read_all(table: SlotTable) -> None:
+    for slot in table:
+        slot.sequence.num_read_tokens = slot.sequence.num_prompt_tokens
+        slot.sequence.phase = Phase.DECODING
+        slot.sequence.output_ids.append(50)
+
+
+def test_empty_seats_make_no_plan() -> None:
+    assert plan_window(SlotTable(4), RULES, PACE) is None
+
+
+def test_a_new_prompt_is_started_with_its_first_chunk_only() -> None:
+    table = table_of(make_sequence(prompt_ids=tuple(range(10, 16))))
+    plan = planned(table)
+    assert [start.slot for start in plan.starts] == [0]
+    assert plan.starts[0].sampling == table[0].request.sampling
+    (chunk,) = plan.chunks
+    assert (chunk.start, chunk.token_ids, chunk.is_last) == (0, (10, 11, 12, 13), False)
+
+    assert apply_result(table, plan, result()) == ()
+    plan = planned(table)
+    assert plan.starts == ()
+    (chunk,) = plan.chunks
+    assert (chunk.start, chunk.token_ids, chunk.is_last) == (4, (14, 15), True)
+
+
+def test_the_last_chunk_brings_the_first_token_and_the_next_window_decodes() -> None:
+    table = table_of(make_sequence(prompt_ids=(1, 2)))
+    (news,) = apply_result(table, planned(table), result(tokens(0, 77)))
+    assert news.event == Tokens(token_ids=(77,))
+    table.check_invariants()
+    plan = planned(table)
+    assert plan.chunks == ()
+    assert [step.slot for step in plan.decodes] == [0]
+
+
+def test_reading_and_decoding_share_a_window() -> None:
+    table = table_of(decoding())
+    read_all(table)
+    table.seat(make_sequence(prompt_ids=(1,) * 9))
+    plan = planned(table)
+    assert [chunk.slot for chunk in plan.chunks] == [1]
+    assert [step.slot for step in plan.decodes] == [0]
+
+
+def test_while_decoding_is_owed_nothing_is_read() -> None:
+    table = table_of(decoding())
+    read_all(table)
+    table.seat(make_sequence(prompt_ids=(1,) * 9))
+    owing = replace(PACE, share=ReadShare(decode_share=0.5, owed_s=0.1))
+    plan = planned(table, owing)
+    assert plan.chunks == ()
+    assert plan.starts == ()
+    table.release(0)
+    assert planned(table, owing).chunks != ()
+
+
+def test_an_overtaken_prompt_ages_and_then_goes_first() -> None:
+    table = table_of(make_sequence(prompt_ids=(1,) * 100))
+    for _ in range(RULES.max_passes):
+        short = table.seat(make_sequence(prompt_ids=(1,) * 4, max_tokens=1))
+        plan = planned(table)
+        assert [chunk.slot for chunk in plan.chunks] == [short.index]
+        apply_result(table, plan, result(tokens(short.index, 9)))
+    assert table[0].num_passes == RULES.max_passes
+    short = table.seat(make_sequence(prompt_ids=(1,) * 4, max_tokens=1))
+    plan = planned(table)
+    assert [chunk.slot for chunk in plan.chunks] == [0]
+    apply_result(table, plan, result())
+    assert table[0].num_passes == 0
+    assert table[short.index].num_passes == 1
+
+
+@pytest.mark.parametrize(("wanted", "depth"), [(1, 0), (2, 1), (3, 2), (5, 4), (9, 4)])
+def test_drafts_never_overshoot_max_tokens(wanted: int, depth: int) -> None:
+    table = table_of(decoding(max_tokens=wanted + 1))
+    read_all(table)
+    assert planned(table).decodes[0].max_draft == depth
+
+
+def test_a_request_without_drafts_gets_none() -> None:
+    table = table_of(decoding(max_draft=0))
+    read_all(table)
+    assert planned(table).decodes[0].max_draft == 0
+
+
+def test_a_hopeless_slot_stops_drafting_but_looks_again() -> None:
+    table = table_of(decoding(max_tokens=1000))
+    read_all(table)
+    pace, depths = PACE, list[int]()
+    for _ in range(200):
+        plan = planned(table, pace)
+        depth = plan.decodes[0].max_draft
+        depths.append(depth)
+        times = WindowTimes(prefill_s=0.0, draft_s=depth * 0.002, verify_s=0.01 + 0.002 * depth)
+        answer = replace(result(tokens(0, 7, num_drafted=depth)), times=times)
+        pace = measured(pace, plan, answer)
+        apply_result(table, plan, answer)
+    assert depths[0] == 4
+    assert sum(depths[100:]) <= 4 * (100 // EXPLORE_EVERY + 1)
+    assert 4 in depths[100:]
+
+
+def test_the_cap_ends_a_sequence_and_frees_its_seat() -> None:
+    table = table_of(decoding(max_tokens=4))
+    read_all(table)
+    sequence = table[0]
+    answer = result(tokens(0, 7, 8, 9, num_drafted=2, num_accepted=2))
+    news = apply_result(table, planned(table), answer)
+    finished = news[1].event
+    assert isinstance(finished, Finished)
+    assert finished.reason is FinishReason.LENGTH
+    assert finished.usage.completion_tokens == 4
+    assert (finished.usage.drafted_tokens, finished.usage.accepted_tokens) == (2, 2)
+    assert sequence.output_ids == [50, 7, 8, 9]
+    assert table.num_free == 4
+
+
+def test_accepted_drafts_behind_a_stop_do_not_count_as_kept() -> None:
+    table = table_of(make_sequence(prompt_ids=(1,), stop_token_ids=(8,), max_tokens=20))
+    read_all(table)
+    answer = result(tokens(0, 7, 8, num_drafted=4, num_accepted=4))
+    finished = apply_result(table, planned(table), answer)[1].event
+    assert isinstance(finished, Finished)
+    assert (finished.reason, finished.stop_token_id) == (FinishReason.STOP, 8)
+    assert finished.usage.accepted_tokens == 2
+
+
+def test_a_failed_slot_leaves_alone() -> None:
+    table = table_of(decoding(), decoding())
+    read_all(table)
+    failure = SlotFailure(slot=0, message="non-finite logits")
+    news = apply_result(table, planned(table), result(tokens(1, 7), failures=(failure,)))
+    failed, kept = (one.event for one in news)
+    assert isinstance(failed, Failed) and isinstance(failed.error, SlotFailed)
+    assert "non-finite" in str(failed.error)
+    assert kept == Tokens(token_ids=(7,))
+    assert [slot.index for slot in table] == [1]
+
+
+def test_a_slot_that_the_engine_forgot_fails() -> None:
+    table = table_of(decoding())
+    read_all(table)
+    (news,) = apply_result(table, planned(table), result())
+    assert isinstance(news.event, Failed)
+    assert table.num_free == 4
+
+
+def test_a_prompt_may_fail_before_its_last_chunk() -> None:
+    table = table_of(make_sequence(prompt_ids=(1,) * 9))
+    failure = SlotFailure(slot=0, message="broken")
+    (news,) = apply_result(table, planned(table), result(failures=(failure,)))
+    assert isinstance(news.event, Failed)
+
+
+def test_a_cancelled_sequence_leaves_without_a_word() -> None:
+    table = table_of(decoding(), make_sequence(prompt_ids=(1,) * 9))
+    table[0].num_read_tokens = 1
+    table[0].phase = Phase.DECODING
+    table[0].output_ids.append(50)
+    plan = planned(table)
+    for slot in table:
+        slot.sequence.cancelled = True
+    assert apply_result(table, plan, result(tokens(0, 7))) == ()
+    assert table.num_free == 4
+
+
+def test_an_overshooting_engine_is_a_contradiction() -> None:
+    table = table_of(decoding(max_tokens=2))
+    read_all(table)
+    with pytest.raises(AssertionError, match="overshot"):
+        apply_result(table, planned(table), result(tokens(0, 7, 8)))
+
+
+def test_turn_starts_cut_chunks() -> None:
+    rules = replace(RULES, turn_token_id=99)
+    table = table_of(make_sequence(prompt_ids=(99, 1, 99, 2, 3)))
+    plan = plan_window(table, rules, PACE)
+    assert plan is not None
+    assert plan.chunks[0].token_ids == (99, 1)
