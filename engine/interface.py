@@ -56,6 +56,8 @@ class SlotStart:
 
     slot: int
     sampling: SamplingParams
+    uses_drafts: bool = True
+    """False spares the draft layer's cells for a sequence that will never draft."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,668 @@
+"""The torch engine: reads prompts, drafts, verifies, accepts, commits. Owns the slots' tensors; knows no requests.
+
+Implements engine.interface.Engine. One thread calls it, for its whole life.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.acceptance import accept
+from engine.config import EngineConfig, model_path
+from engine.errors import ConfigMismatch, PlanError, PlanRefused
+from engine.interface import (
+    MAX_SPEC,
+    DecodeStep,
+    EngineInfo,
+    PlanItem,
+    PrefillChunk,
+    SamplingParams,
+    SlotFailure,
+    SlotStart,
+    SlotTokens,
+    TokenLogprobs,
+    WindowPlan,
+    WindowResult,
+    WindowTimes,
+)
+from engine.linear import MAX_WINDOW_ROWS, MAX_WINDOW_SLOTS
+from engine.loader import LoadedModel, ModelLoader
+from engine.memory_plan import MemoryPlan, make_plan
+from engine.model_spec import ModelSpec
+from engine.sampling import Picker, PickRow, TokenHistory, row_logprobs
+from engine.state import FP32_STATE, Rows, SlotState, key_capacity, state_shapes
+from engine.weights import Checkpoint
+
+_CPU_CHUNK_TOKENS = 256
+_GPU_CHUNK_TOKENS = 2048
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(slots=True)
+class SlotSequence:
+    """What the engine knows of the sequence in a slot.
+
+    ids: every known id; while reading, those read; while decoding, the last one is picked but not computed yet.
+    num_draft_cells: cells of the draft layer made from the trunk's streams; the streams of positions
+    [num_draft_cells, num_computed) wait in SlotState.pending.
+    """
+
+    params: SamplingParams
+    uses_drafts: bool
+    history: TokenHistory | None
+    stop_ids: frozenset[int]
+    ids: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    num_output: int = 0
+    num_draft_cells: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """One drafted id and the draft layer's probability of it."""
+
+    token_id: int
+    probability: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Verified:
+    """A verify window that is not committed yet. offsets: first flat row of each slot."""
+
+    rows: Rows
+    offsets: Mapping[int, int]
+    ids: Mapping[int, tuple[int, ...]]
+    streams: Tensor
+
+
+class TorchEngine:
+    """See engine.interface.Engine."""
+
+    def __init__(
+        self,
+        *,
+        spec: ModelSpec,
+        model: LoadedModel,
+        state: SlotState,
+        picker: Picker,
+        info: EngineInfo,
+    ) -> None:
+        self._spec = spec
+        self._trunk = model.trunk
+        self._draft_layer = model.draft
+        self._state = state
+        self._picker = picker
+        self._info = info
+        self._device = state.device
+        self._slots: list[SlotSequence | None] = [None] * info.num_slots
+        self._unverified: _Verified | None = None
+
+    @property
+    def info(self) -> EngineInfo:
+        """Facts of the loaded model."""
+        return self._info
+
+    def close(self) -> None:
+        """Forget every sequence; memory goes with the process."""
+        self._slots = [None] * self._info.num_slots
+
+    @torch.inference_mode()
+    def run_window(self, plan: WindowPlan) -> WindowResult:
+        """Run one window. Raises PlanError, before anything is run, for a plan that contradicts the slots' state."""
+        self._check(plan)
+        for start in plan.starts:
+            self._begin(start)
+        began = time.perf_counter()
+        tokens: list[SlotTokens] = []
+        failures: list[SlotFailure] = []
+        for chunk in plan.chunks:
+            self._read_chunk(chunk, tokens, failures)
+        read = time.perf_counter()
+        drafted = read
+        if plan.decodes:
+            drafts = self._draft(plan.decodes)
+            drafted = time.perf_counter()
+            self._decode(plan.decodes, drafts, tokens, failures)
+        times = WindowTimes(
+            prefill_s=read - began,
+            draft_s=drafted - read,
+            verify_s=time.perf_counter() - drafted,
+        )
+        return WindowResult(tokens=tuple(tokens), failures=tuple(failures), times=times)
+
+    # Checks
+
+    def _check(self, plan: WindowPlan) -> None:
+        starting = {start.slot for start in plan.starts}
+        if len(starting) != len(plan.starts):
+            raise PlanError("a slot is started twice in one plan")
+        for start in plan.starts:
+            self._check_slot(start.slot)
+        used = [work.slot for work in (*plan.chunks, *plan.decodes)]
+        if len(set(used)) != len(used):
+            raise PlanError(f"a slot has two kinds of work in one plan: slots {used}")
+        for chunk in plan.chunks:
+            self._check_chunk(chunk, starting)
+        for step in plan.decodes:
+            self._check_decode(step, starting)
+
+    def _check_slot(self, slot: int) -> None:
+        if not 0 <= slot < self._info.num_slots:
+            raise PlanError(f"slot {slot}: required 0 to {self._info.num_slots - 1}")
+
+    def _check_chunk(self, chunk: PrefillChunk, starting: set[int]) -> None:
+        self._check_slot(chunk.slot)
+        computed = 0
+        if chunk.slot not in starting:
+            sequence = self._sequence(chunk.slot)
+            computed = sequence.num_computed
+            if len(sequence.ids) != computed:
+                raise PlanError(f"slot {chunk.slot}: a chunk for a sequence that is decoding")
+        if chunk.start != computed:
+            raise PlanError(
+                f"slot {chunk.slot}: chunk starts at {chunk.start}, required {computed}"
+            )
+        end = chunk.start + len(chunk.token_ids)
+        if not chunk.token_ids or end > self._info.max_context:
+            raise PlanError(
+                f"slot {chunk.slot}: chunk ends at {end}, required {computed + 1} to {self._info.max_context}"
+            )
+        if not 0 <= min(chunk.token_ids) <= max(chunk.token_ids) < self._spec.vocab_size:
+            raise PlanError(
+                f"slot {chunk.slot}: token ids from {min(chunk.token_ids)} to {max(chunk.token_ids)}, "
+                f"required 0 to {self._spec.vocab_size - 1}"
+            )
+
+    def _check_decode(self, step: DecodeStep, starting: set[int]) -> None:
+        self._check_slot(step.slot)
+        if step.slot in starting:
+            raise PlanError(f"slot {step.slot}: a decode step for a sequence that just started")
+        sequence = self._sequence(step.slot)
+        if len(sequence.ids) != sequence.num_computed + 1:
+            raise PlanError(f"slot {step.slot}: a decode step before the prompt was read")
+        if not 0 <= step.max_draft <= self._info.max_draft:
+            raise PlanError(
+                f"slot {step.slot}: max_draft {step.max_draft}, required 0 to {self._info.max_draft}"
+            )
+        if len(sequence.ids) + step.max_draft >= self._info.max_context + 1:
+            raise PlanError(
+                f"slot {step.slot}: {len(sequence.ids)} tokens and {step.max_draft} drafts, "
+                f"required at most {self._info.max_context} in all"
+            )
+
+    def _sequence(self, slot: int) -> SlotSequence:
+        sequence = self._slots[slot]
+        if sequence is None:
+            raise PlanError(f"slot {slot}: no sequence was started in it")
+        return sequence
+
+    # Reading
+
+    def _begin(self, start: SlotStart) -> None:
+        params = start.sampling
+        history = None
+        if TokenHistory.needed(params):
+            history = TokenHistory.empty(self._spec.vocab_size, self._device)
+        self._state.begin(start.slot)
+        self._slots[start.slot] = SlotSequence(
+            params=params,
+            uses_drafts=start.uses_drafts and self._draft_layer is not None,
+            history=history,
+            stop_ids=frozenset(params.stop_token_ids),
+        )
+
+    def _read_chunk(
+        self, chunk: PrefillChunk, tokens: list[SlotTokens], failures: list[SlotFailure]
+    ) -> None:
+        sequence = self._sequence(chunk.slot)
+        if sequence.history is not None:
+            sequence.history.add_prompt(chunk.token_ids)
+        streams = self._advance(chunk.slot, chunk.token_ids)
+        if not chunk.is_last:
+            return
+        logits = self._trunk.logits(streams[-1:])
+        if not bool(torch.isfinite(logits).all()):
+            failures.append(_not_finite(chunk.slot))
+            return
+        row = self._pick_row(sequence)
+        picked = self._picker.pick(logits, [row])
+        self._add_output(sequence, picked)
+        tokens.append(
+            SlotTokens(
+                slot=chunk.slot,
+                token_ids=tuple(picked),
+                num_drafted=0,
+                num_accepted=0,
+                logprobs=_logprobs(sequence.params, logits, picked),
+            )
+        )
+
+    def _advance(self, slot: int, token_ids: Sequence[int]) -> Tensor:
+        """Read ids into a slot, and the draft layer's cells as far as the next ids are known. Returns [T, S*H]."""
+        sequence = self._sequence(slot)
+        start = sequence.num_computed
+        sequence.ids.extend(token_ids)
+        ids = self._with_context(sequence.ids[: start + len(token_ids)], len(token_ids))
+        streams = self._trunk.chunk(ids, slot, start, self._state)
+        sequence.num_computed = start + len(token_ids)
+        if sequence.uses_drafts and self._draft_layer is not None:
+            self._read_draft_cells(sequence, slot, streams, self._draft_layer.read_chunk)
+        return streams
+
+    def _read_draft_cells(
+        self,
+        sequence: SlotSequence,
+        slot: int,
+        streams: Tensor,
+        read_chunk: Callable[[Tensor, Tensor, int, int, SlotState], None],
+    ) -> None:
+        """Cell i needs the id at i + 1, so the last position's cell waits for the next id with its streams."""
+        first = sequence.num_draft_cells
+        waiting = self._state.pending[slot, : sequence.num_computed - streams.shape[0] - first]
+        known = torch.cat((waiting, streams[:-1])) if waiting.shape[0] else streams[:-1]
+        if known.shape[0]:
+            ids = sequence.ids[first + 1 : first + 1 + known.shape[0]]
+            read_chunk(torch.tensor(ids, device=self._device), known, slot, first, self._state)
+        self._state.pending[slot, 0] = streams[-1]
+        sequence.num_draft_cells = sequence.num_computed - 1
+
+    def _with_context(self, ids: Sequence[int], num_rows: int) -> Tensor:
+        """The last num_rows ids, each after the ids before it: int64 [num_rows, context + 1]."""
+        context = self._trunk.ngram_context
+        first = len(ids) - num_rows - context
+        padding = [self._spec.ple.eos_id] * -first if first < 0 and self._spec.ple else []
+        flat = torch.tensor([*padding, *ids[max(0, first) :]], device=self._device)
+        return flat.unfold(0, context + 1, 1)
+
+    # Drafting
+
+    def _draft(self, steps: Sequence[DecodeStep]) -> dict[int, list[Draft]]:
+        """Write the cells that wait, then draft a chain for each slot that may: drafts by slot."""
+        layer = self._draft_layer
+        using = [step for step in steps if self._sequence(step.slot).uses_drafts]
+        if layer is None or not using:
+            return {}
+        using.sort(key=lambda step: -self._num_pending(step.slot))
+        drafting = [step for step in using if step.max_draft > 0]
+        reading = [step.slot for step in using if step.max_draft == 0]
+        if reading:
+            rows, ids, streams = self._pending_rows(reading)
+            layer.read_rows(ids, streams, rows, self._state)
+        chains: dict[int, list[Draft]] = {step.slot: [] for step in using}
+        if drafting:
+            self._draft_chains(drafting, chains)
+        for step in using:
+            sequence = self._sequence(step.slot)
+            sequence.num_draft_cells = sequence.num_computed
+        return chains
+
+    def _num_pending(self, slot: int) -> int:
+        sequence = self._sequence(slot)
+        return sequence.num_computed - sequence.num_draft_cells
+
+    def _pending_rows(self, slots: Sequence[int]) -> tuple[Rows, Tensor, Tensor]:
+        """Rows whose draft cells wait, the ids after them and the trunk's streams at them."""
+        sequences = [self._sequence(slot) for slot in slots]
+        counts = [self._num_pending(slot) for slot in slots]
+        rows = Rows(slots, counts, [s.num_draft_cells for s in sequences], self._device)
+        ids = [i for s in sequences for i in s.ids[s.num_draft_cells + 1 : s.num_computed + 1]]
+        parts = [self._state.pending[slot, :n] for slot, n in zip(slots, counts, strict=True)]
+        return rows, torch.tensor(ids, device=self._device), torch.cat(parts)
+
+    def _draft_chains(self, steps: Sequence[DecodeStep], chains: dict[int, list[Draft]]) -> None:
+        layer = self._draft_layer
+        assert layer is not None
+        active = list(steps)
+        rows, ids, streams = self._pending_rows([step.slot for step in active])
+        while True:
+            last = torch.tensor(rows.last_rows(), device=self._device)
+            logits, streams = layer.draft(ids, streams, rows, last, self._state)
+            kept = self._extend_chains(active, logits, chains)
+            if not kept:
+                return
+            active = [active[i] for i in kept]
+            slots = [step.slot for step in active]
+            starts = [self._sequence(s).num_computed - 1 + len(chains[s]) for s in slots]
+            rows = Rows(slots, [1] * len(slots), starts, self._device)
+            ids = torch.tensor([chains[s][-1].token_id for s in slots], device=self._device)
+            streams = streams[kept]
+
+    def _extend_chains(
+        self, steps: Sequence[DecodeStep], logits: Tensor, chains: dict[int, list[Draft]]
+    ) -> list[int]:
+        """Pick one draft per slot and add those that pass the gate; returns which chains may go on."""
+        rows = [
+            self._pick_row(self._sequence(step.slot), [d.token_id for d in chains[step.slot]])
+            for step in steps
+        ]
+        picked = self._picker.pick(logits, rows)
+        at = torch.tensor(picked, device=self._device).unsqueeze(-1)
+        chosen = logits.gather(1, at).squeeze(1)
+        probabilities = (chosen - logits.logsumexp(-1)).exp().tolist()
+        kept: list[int] = []
+        for i, step in enumerate(steps):
+            # Not `<`: a probability that is not a number ends the chain.
+            if not probabilities[i] >= step.spec_min_p:
+                continue
+            chain = chains[step.slot]
+            chain.append(Draft(token_id=picked[i], probability=probabilities[i]))
+            stopped = picked[i] in self._sequence(step.slot).stop_ids
+            if len(chain) < step.max_draft and not stopped:
+                kept.append(i)
+        return kept
+
+    # Verifying
+
+    def _decode(
+        self,
+        steps: Sequence[DecodeStep],
+        chains: Mapping[int, Sequence[Draft]],
+        tokens: list[SlotTokens],
+        failures: list[SlotFailure],
+    ) -> None:
+        drafts = {s.slot: [d.token_id for d in chains.get(s.slot, ())] for s in steps}
+        window = {s.slot: (self._sequence(s.slot).ids[-1], *drafts[s.slot]) for s in steps}
+        verified = self._verify(window)
+        logits = self._trunk.logits(verified.streams)
+        finite = torch.isfinite(logits).all(-1).tolist()
+        rows = [
+            self._pick_row(self._sequence(slot), ids[1 : i + 1])
+            for slot, ids in verified.ids.items()
+            for i in range(len(ids))
+        ]
+        picks = self._picker.pick(logits, rows)
+        for slot, ids in verified.ids.items():
+            first = verified.offsets[slot]
+            end = first + len(ids)
+            sequence = self._sequence(slot)
+            if not all(finite[first:end]):
+                failures.append(_not_finite(slot))
+                continue
+            accepted = accept(picks[first:end], drafts[slot], sequence.stop_ids)
+            kept = list(accepted.token_ids)
+            self._commit(slot, len(kept), verified)
+            self._add_output(sequence, kept)
+            tokens.append(
+                SlotTokens(
+                    slot=slot,
+                    token_ids=accepted.token_ids,
+                    num_drafted=len(ids) - 1,
+                    num_accepted=accepted.num_accepted,
+                    logprobs=_logprobs(sequence.params, logits[first:end], kept),
+                )
+            )
+
+    def _verify(self, window: Mapping[int, tuple[int, ...]]) -> _Verified:
+        """Run rows through the trunk without committing: the first id of a slot is the next after its computed ones."""
+        slots = sorted(window, key=lambda slot: -len(window[slot]))
+        counts = [len(window[slot]) for slot in slots]
+        starts = [self._sequence(slot).num_computed for slot in slots]
+        rows = Rows(slots, counts, starts, self._device)
+        context = max(self._trunk.ngram_context, 1)
+        parts: list[Tensor] = []
+        for slot, start in zip(slots, starts, strict=True):
+            before = self._sequence(slot).ids[max(0, start - context) : start]
+            parts.append(self._with_context([*before, *window[slot]], len(window[slot])))
+        streams = self._trunk.window(torch.cat(parts), rows, self._state)
+        offsets = {slot: sum(counts[:b]) for b, slot in enumerate(slots)}
+        ordered = {slot: window[slot] for slot in slots}
+        return _Verified(rows=rows, offsets=offsets, ids=ordered, streams=streams)
+
+    def _commit(self, slot: int, num_rows: int, verified: _Verified) -> None:
+        """Keep the first rows of a slot's window; their draft-layer cells wait for the next draft."""
+        self._state.commit(slot, num_rows)
+        sequence = self._sequence(slot)
+        sequence.num_computed += num_rows
+        if sequence.uses_drafts:
+            first = verified.offsets[slot]
+            self._state.pending[slot, :num_rows] = verified.streams[first : first + num_rows]
+
+    def _add_output(self, sequence: SlotSequence, ids: Sequence[int]) -> None:
+        sequence.ids.extend(ids)
+        sequence.num_output += len(ids)
+        if sequence.history is not None:
+            sequence.history.add_output(ids)
+
+    def _pick_row(self, sequence: SlotSequence, drafts: Sequence[int] = ()) -> PickRow:
+        """The pick that follows the sequence's ids and these drafts."""
+        return PickRow(
+            params=sequence.params,
+            position=len(sequence.ids) + len(drafts),
+            num_output=sequence.num_output + len(drafts),
+            history=sequence.history,
+            drafts=tuple(drafts),
+        )
+
+    # Single steps, for comparing with a reference
+
+    @torch.inference_mode()
+    def start(self, slot: int, sampling: SamplingParams | None = None) -> None:
+        """Seat an empty sequence."""
+        self._check_slot(slot)
+        self._begin(SlotStart(slot=slot, sampling=sampling or SamplingParams(temperature=0.0)))
+
+    @torch.inference_mode()
+    def prefill_logits(self, slot: int, token_ids: Sequence[int], start: int) -> Tensor:
+        """Read ids at [start, start + T), seating a new sequence at 0; fp32 logits [T, vocab] of every row."""
+        if start == 0:
+            self.start(slot)
+        return self._trunk.logits(self._advance(slot, token_ids))
+
+    @torch.inference_mode()
+    def verify_logits(self, rows: Mapping[int, tuple[int, ...]]) -> dict[int, Tensor]:
+        """One verify window of given ids per slot, not committed: fp32 logits [rows, vocab] by slot."""
+        self._unverified = self._verify(rows)
+        logits = self._trunk.logits(self._unverified.streams)
+        firsts = self._unverified.offsets
+        return {s: logits[firsts[s] : firsts[s] + len(ids)] for s, ids in rows.items()}
+
+    @torch.inference_mode()
+    def commit(self, num_rows: Mapping[int, int]) -> None:
+        """Keep the first rows of the window that `verify_logits` ran, and take their ids as computed."""
+        assert self._unverified is not None
+        for slot, count in num_rows.items():
+            sequence = self._sequence(slot)
+            known = len(sequence.ids) - sequence.num_computed
+            self._commit(slot, count, self._unverified)
+            sequence.ids.extend(self._unverified.ids[slot][known:count])
+
+    @torch.inference_mode()
+    def draft(self, steps: Sequence[DecodeStep]) -> dict[int, list[Draft]]:
+        """Draft as a window would, for slots whose last id is not computed yet; nothing is verified."""
+        return self._draft(steps)
+
+
+def _not_finite(slot: int) -> SlotFailure:
+    return SlotFailure(slot=slot, message="the model gave logits that are not finite numbers")
+
+
+def _logprobs(
+    params: SamplingParams, logits: Tensor, ids: Sequence[int]
+) -> tuple[TokenLogprobs, ...] | None:
+    """logits: one row [vocab] per id, more rows are ignored."""
+    if params.top_logprobs is None:
+        return None
+    num_top = params.top_logprobs
+    return tuple(row_logprobs(logits[i], token_id, num_top) for i, token_id in enumerate(ids))
+
+
+def load_engine(
+    config: EngineConfig, *, progress: Callable[[str], None] = lambda _: None
+) -> TorchEngine:
+    """Plan, check that the plan fits, load, allocate. Calls `progress` with a readable line per step.
+
+    Raises ModelLoadError or PlanRefused.
+    """
+    began = time.perf_counter()
+    directory = model_path(config.model)
+    spec = ModelSpec.from_dir(directory)
+    device = _device(config.device)
+    dtype = _dtype(config.dtype, device)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    # Denormals in decayed states cost a hundred times a normal multiply and carry no information.
+    torch.set_flush_denormal(True)
+    limits = _limits(config, spec, device)
+    plan, state_bytes = _plan(spec, limits, dtype)
+    plan.require(_available_bytes(device), "GPU memory" if device.type == "cuda" else "RAM")
+    progress(f"plan: {plan.total_bytes / 2**20:.0f} MiB on {device}")
+    with Checkpoint(directory) as checkpoint:
+        loader = ModelLoader(
+            checkpoint,
+            spec,
+            dtype=dtype,
+            device=device,
+            exact=config.exact,
+            max_context=limits.max_context,
+        )
+        model = loader.load(with_draft=limits.max_draft > 0)
+    progress("weights loaded")
+    state = SlotState(
+        spec,
+        num_slots=config.num_slots,
+        max_context=limits.max_context,
+        dtype=dtype,
+        device=device,
+    )
+    info = EngineInfo(
+        model_name=spec.name,
+        vocab_size=spec.vocab_size,
+        max_context=limits.max_context,
+        num_slots=config.num_slots,
+        chunk_tokens=limits.chunk_tokens,
+        max_draft=limits.max_draft,
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
+        kernels=model.report.line(),
+        load_s=time.perf_counter() - began,
+        memory_plan=_plan_items(plan, model.part_bytes, state, state_bytes),
+    )
+    num_token_ids = min(spec.vocab_size, num_known_tokens(directory) or spec.vocab_size)
+    return TorchEngine(spec=spec, model=model, state=state, picker=Picker(num_token_ids), info=info)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Limits:
+    max_context: int
+    num_slots: int
+    chunk_tokens: int
+    max_draft: int
+
+
+def _limits(config: EngineConfig, spec: ModelSpec, device: torch.device) -> _Limits:
+    if not 1 <= config.num_slots <= MAX_WINDOW_SLOTS:
+        raise ConfigMismatch(
+            f"num_slots: found {config.num_slots}, required 1 to {MAX_WINDOW_SLOTS}"
+        )
+    max_context = config.max_context or spec.max_position
+    if max_context > spec.max_position:
+        raise ConfigMismatch(
+            f"max_context: found {max_context}, required at most the model's {spec.max_position}"
+        )
+    max_draft = config.max_draft
+    if max_draft and not spec.num_draft_layers:
+        raise ConfigMismatch(
+            f"{spec.name} has no draft layer (mtp_num_hidden_layers 0), required for drafts: use --no-mtp"
+        )
+    if not 0 <= max_draft <= MAX_SPEC:
+        raise ConfigMismatch(f"max_draft: found {max_draft}, required 0 to {MAX_SPEC}")
+    default_chunk = _CPU_CHUNK_TOKENS if device.type == "cpu" else _GPU_CHUNK_TOKENS
+    chunk_tokens = config.chunk_tokens or default_chunk
+    return _Limits(
+        max_context=max_context,
+        num_slots=config.num_slots,
+        chunk_tokens=chunk_tokens,
+        max_draft=max_draft,
+    )
+
+
+def _plan(
+    spec: ModelSpec, limits: _Limits, dtype: torch.dtype
+) -> tuple[MemoryPlan, dict[str, int]]:
+    shapes = state_shapes(spec, num_slots=limits.num_slots, max_context=limits.max_context)
+    state_bytes: dict[str, int] = {}
+    for name, shape in shapes.items():
+        size = 4 if name in FP32_STATE else dtype.itemsize
+        state_bytes[name] = torch.Size(shape).numel() * size
+    plan = make_plan(
+        spec,
+        state_bytes=state_bytes,
+        element_bytes=dtype.itemsize,
+        num_positions=key_capacity(limits.max_context),
+        chunk_tokens=limits.chunk_tokens,
+        window_rows=MAX_WINDOW_ROWS,
+        with_draft=limits.max_draft > 0,
+    )
+    return plan, state_bytes
+
+
+def _plan_items(
+    plan: MemoryPlan,
+    part_bytes: Mapping[str, int],
+    state: SlotState,
+    state_bytes: Mapping[str, int],
+) -> tuple[PlanItem, ...]:
+    actual = dict(part_bytes)
+    for name in state_bytes:
+        tensor: Tensor = getattr(state, name)
+        actual[f"session {name}"] = tensor.numel() * tensor.element_size()
+    return tuple(
+        PlanItem(name=name, planned_bytes=planned, actual_bytes=actual.get(name))
+        for name, planned in plan.items()
+    )
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigMismatch(
+            f"--device: found {name}, required cpu (this torch sees no CUDA device)"
+        )
+    return device
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name != "auto":
+        return _DTYPES[name]
+    if device.type == "cuda":
+        return torch.bfloat16
+    return torch.bfloat16 if _cpu_has_bf16() else torch.float32
+
+
+def _cpu_has_bf16() -> bool:
+    """Whether the processor multiplies bf16 itself; emulated, bf16 is slower than fp32."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def _available_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        return next(int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def num_known_tokens(directory: Path) -> int | None:
+    """One more than the largest id that has text, from the checkpoint's tokenizer; None without one."""
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        return None
+    from tokenizers import Tokenizer
+
+    vocab = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
+    return max(vocab.values()) + 1

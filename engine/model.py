@@ -1,0 +1,111 @@
+"""The trunk: embedding, layers over residual streams, final mixer, head (model.md 1.1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.layers.gdn import GdnLayer
+from engine.layers.moe import MoeLayer
+from engine.layers.ple import PleLayer
+from engine.layers.qsa import QsaLayer
+from engine.layers.residual import GatedResidual, write_back
+from engine.linear import RowLinear
+from engine.state import GdnWindow, Rows, SlotState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderLayer:
+    """One trunk layer: an optional PLE injection, then attention or GDN, then MoE, each behind a gated residual."""
+
+    ple: PleLayer | None
+    mixer_residual: GatedResidual
+    mixer: GdnLayer | QsaLayer
+    gdn_index: int
+    """Counter among the GDN layers; meaningless for attention."""
+    moe_residual: GatedResidual
+    moe: MoeLayer
+
+
+class Trunk:
+    """The stack of layers. Stateless: sequences live in SlotState.
+
+    embedding [vocab, H].
+    """
+
+    __slots__ = ("_embedding", "_final", "_head", "_layers", "_num_streams", "ngram_context")
+
+    def __init__(
+        self,
+        *,
+        embedding: Tensor,
+        layers: tuple[DecoderLayer, ...],
+        final: GatedResidual,
+        head: RowLinear,
+        num_streams: int,
+    ) -> None:
+        self._embedding = embedding
+        self._layers = layers
+        self._final = final
+        self._head = head
+        self._num_streams = num_streams
+        contexts = [layer.ple.hash.context for layer in layers if layer.ple is not None]
+        self.ngram_context = max(contexts, default=0)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """ids int64 [T] -> [T, H]."""
+        return self._embedding.index_select(0, ids)
+
+    def window(self, ids: Tensor, rows: Rows, state: SlotState) -> Tensor:
+        """One verify window. ids int64 [R, context + 1], each row's id last, earlier ids before it.
+
+        Returns the residual streams after the last layer, [R, S*H]. Nothing is committed.
+        """
+        streams = self._start(ids)
+        for layer in self._layers:
+            if layer.ple is not None:
+                streams.add_(layer.ple.window(streams, ids, rows, state))
+            mixed, inject = layer.mixer_residual.read(streams)
+            if isinstance(layer.mixer, GdnLayer):
+                view = GdnWindow(layer=layer.gdn_index, rows=rows, state=state)
+                out = layer.mixer.window(mixed, rows, view)
+            else:
+                out = layer.mixer.window(mixed, rows, state)
+            write_back(streams, inject, out)
+            mixed, inject = layer.moe_residual.read(streams)
+            write_back(streams, inject, layer.moe(mixed))
+        return streams
+
+    def chunk(self, ids: Tensor, slot: int, start: int, state: SlotState) -> Tensor:
+        """Read a prompt piece of one slot and advance its state. ids as in `window`, [T, context + 1].
+
+        Returns the streams after the last layer, [T, S*H].
+        """
+        streams = self._start(ids)
+        for layer in self._layers:
+            if layer.ple is not None:
+                history = state.ple[layer.ple.index, slot, : state.ple_history]
+                streams.add_(layer.ple.chunk(streams, ids, history))
+            mixed, inject = layer.mixer_residual.read(streams)
+            if isinstance(layer.mixer, GdnLayer):
+                history = state.conv[layer.gdn_index, slot, : state.conv_history]
+                out = layer.mixer.chunk(mixed, state.s[layer.gdn_index, slot], history)
+            else:
+                out = layer.mixer.chunk(mixed, slot, start, state)
+            write_back(streams, inject, out)
+            mixed, inject = layer.moe_residual.read(streams)
+            write_back(streams, inject, layer.moe(mixed))
+        return streams
+
+    def logits(self, streams: Tensor) -> Tensor:
+        """Streams [T, S*H] -> fp32 logits [T, vocab]."""
+        return self.head(self._final.read(streams)[0])
+
+    def head(self, x: Tensor) -> Tensor:
+        """Mixed rows [T, H] -> fp32 logits [T, vocab]."""
+        return self._head(x).to(torch.float32)
+
+    def _start(self, ids: Tensor) -> Tensor:
+        return self.embed(ids[:, -1]).repeat(1, self._num_streams)
