@@ -140,7 +140,9 @@ class FakeEngine:
             self._fail(fault)
         self._check(plan)
         for start in plan.starts:
-            self._slots[start.slot] = _FakeSlot(sampling=start.sampling)
+            self._slots[start.slot] = _FakeSlot(
+                sampling=start.sampling, uses_drafts=start.uses_drafts
+            )
         broken = {fault.slot for fault in faults if fault.kind is FaultKind.SLOT}
         produced = (*self._read(plan.chunks), *self._decode(plan.decodes))
         times = self._times(plan, produced)
@@ -224,6 +226,8 @@ class FakeEngine:
             raise PlanError(
                 f"{where}: max_draft {step.max_draft} is outside 0 to {self._script.max_draft}"
             )
+        if step.max_draft > 0 and not slot.uses_drafts:
+            raise PlanError(f"{where}: {step.max_draft} drafts of a sequence started without")
         if not 0.0 <= step.spec_min_p <= 1.0:
             raise PlanError(f"{where}: spec_min_p {step.spec_min_p} is outside 0 to 1")
         end = slot.num_computed + 1 + step.max_draft
@@ -298,6 +302,7 @@ class FakeEngine:
 @dataclass(slots=True, kw_only=True)
 class _FakeSlot:
     sampling: SamplingParams | None = None
+    uses_drafts: bool = True
     prompt_ids: tuple[int, ...] = ()
     digest: bytes = field(default=b"", repr=False)
     num_computed: int = 0

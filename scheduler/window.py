@@ -68,12 +68,14 @@ def plan_window(table: SlotTable, rules: WindowRules, pace: Pace) -> WindowPlan 
     decodes = _plan_decodes(decoding, pace)
     if not chunks and not decodes:
         return None
-    starts = tuple(
-        SlotStart(slot=chunk.slot, sampling=table[chunk.slot].request.sampling)
-        for chunk in chunks
-        if chunk.start == 0
-    )
+    starts = tuple(_start(chunk.slot, table[chunk.slot]) for chunk in chunks if chunk.start == 0)
     return WindowPlan(starts=starts, chunks=chunks, decodes=decodes)
+
+
+def _start(index: int, sequence: SequenceState) -> SlotStart:
+    return SlotStart(
+        slot=index, sampling=sequence.request.sampling, uses_drafts=sequence.max_draft > 0
+    )
 
 
 def _plan_chunks(reading: tuple[Slot, ...], rules: WindowRules) -> tuple[PrefillChunk, ...]:

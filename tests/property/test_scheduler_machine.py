@@ -211,7 +211,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority: int,
         max_draft: int | None,
         deadline_s: float | None,
-    ):  # type: ignore[no-untyped-def]
+    ) -> object:
         request = make_request(
             prompt_ids=prompt,
             max_tokens=max_tokens,

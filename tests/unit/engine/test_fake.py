@@ -92,6 +92,15 @@ def test_decoding_beyond_a_stop_is_refused() -> None:
         engine.run_window(WindowPlan(decodes=(step(),)))
 
 
+def test_a_sequence_started_without_drafts_has_none() -> None:
+    engine = FakeEngine(SCRIPT)
+    plain = SlotStart(slot=0, sampling=GREEDY, uses_drafts=False)
+    engine.run_window(WindowPlan(starts=(plain,), chunks=(chunk(1),)))
+    engine.run_window(WindowPlan(decodes=(step(),)))
+    with pytest.raises(PlanError, match="started without"):
+        engine.run_window(WindowPlan(decodes=(step(max_draft=1),)))
+
+
 def run_alone(max_drafts: tuple[int, ...], prompt_ids: tuple[int, ...]) -> tuple[int, ...]:
     engine = FakeEngine(replace(SCRIPT, max_context=200))
     produced: list[SlotTokens] = []

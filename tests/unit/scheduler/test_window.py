@@ -134,7 +134,8 @@ def test_drafts_never_overshoot_max_tokens(wanted: int, depth: int) -> None:
 
 
 def test_a_request_without_drafts_gets_none() -> None:
-    table = table_of(decoding(max_draft=0))
+    table = table_of(decoding(max_draft=0), decoding(max_draft=1))
+    assert [start.uses_drafts for start in planned(table).starts] == [False, True]
     read_all(table)
     assert planned(table).decodes[0].max_draft == 0
 
