@@ -86,8 +86,8 @@ def process_logits(logits: Tensor, params: SamplingParams, history: History) -> 
         value = out[token_id]
         out[token_id] = value / penalty if value > 0 else value * penalty
     for token_id, count in Counter(history.output_ids).items():
-        out[token_id] -= np.float32(params.frequency_penalty) * np.float32(count)
         out[token_id] -= np.float32(params.presence_penalty)
+        out[token_id] -= np.float32(params.frequency_penalty) * np.float32(count)
     if len(history.output_ids) < params.min_tokens:
         out[list(params.stop_token_ids)] = -np.inf
     return out

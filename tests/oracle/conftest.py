@@ -11,7 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import Qwen4ExpForCausalLM
 
+from engine.config import EngineConfig
+from engine.engine import TorchEngine, load_engine
+from engine.interface import MAX_SPEC
 from engine.reference.model import ReferenceModel
 from tests.oracle import tiny
 
@@ -39,6 +43,8 @@ class Models:
 
     directory: Path
     _references: dict[str, ReferenceModel] = field(default_factory=dict[str, ReferenceModel])
+    _engines: dict[str, TorchEngine] = field(default_factory=dict[str, TorchEngine])
+    _hf: dict[str, Qwen4ExpForCausalLM] = field(default_factory=dict[str, Qwen4ExpForCausalLM])
     _logits: dict[tuple[str, tuple[int, ...]], Tensor] = field(
         default_factory=dict[tuple[str, tuple[int, ...]], Tensor]
     )
@@ -54,16 +60,38 @@ class Models:
             self._references[name] = ReferenceModel(config, tensors)
         return self._references[name]
 
+    def engine(self, name: str) -> TorchEngine:
+        """One engine per model for the whole run: tests seat slots anew, and what others left there must not show."""
+        if name not in self._engines:
+            self._engines[name] = load_engine(engine_config(self.checkpoint(name)))
+        return self._engines[name]
+
     def hf_logits(self, name: str, ids: list[int]) -> Tensor:
-        """fp32 [T, V]."""
-        key = (name, tuple(ids))
+        """fp32 [T, V]. The model is causal: a part of one of the grid's texts gets its rows of the whole text."""
+        texts = [tiny.text(name, seed) for seed in range(4)]
+        whole = next((text for text in texts if text[: len(ids)] == ids), ids)
+        key = (name, tuple(whole))
         if key not in self._logits:
-            model = tiny.load_hf(self.checkpoint(name))
+            if name not in self._hf:
+                self._hf[name] = tiny.load_hf(self.checkpoint(name))
             with torch.inference_mode():
-                self._logits[key] = model(torch.tensor([ids])).logits[0].clone()
-        return self._logits[key]
+                self._logits[key] = self._hf[name](torch.tensor([whole])).logits[0].clone()
+        return self._logits[key][: len(ids)]
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(tmp_path_factory.mktemp("tiny"))
+
+
+def engine_config(checkpoint: Path, max_draft: int = MAX_SPEC) -> EngineConfig:
+    return EngineConfig(
+        model=str(checkpoint),
+        device="cpu",
+        dtype="float32",
+        threads=1,
+        num_slots=4,
+        max_context=256,
+        chunk_tokens=32,
+        max_draft=max_draft,
+    )
