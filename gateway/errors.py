@@ -87,6 +87,7 @@ TABLE: dict[type[Exception], ErrorKind] = {
     ModelNotFound: ErrorKind(status=404, type=_INVALID, code="model_not_found"),
     BodyTooLarge: ErrorKind(status=413, type=_INVALID, code="body_too_large"),
     UnsupportedMediaType: ErrorKind(status=415, type=_INVALID, code="unsupported_media_type"),
+    # These two stop the start; a client never meets them.
     ConfigError: INTERNAL,
     TokenizerError: INTERNAL,
     scheduler_errors.RequestRejected: ErrorKind(status=400, type=_INVALID, code="invalid_value"),
@@ -105,6 +106,7 @@ TABLE: dict[type[Exception], ErrorKind] = {
     ),
     scheduler_errors.EngineDead: ErrorKind(status=503, type=_SERVER, code="engine_dead"),
     scheduler_errors.SlotFailed: ErrorKind(status=500, type=_SERVER, code="slot_failed"),
+    scheduler_errors.EngineStartFailed: INTERNAL,
 }
 
 
@@ -146,8 +148,6 @@ def reply_for(error: BaseException) -> ErrorReply:
     if isinstance(error, InvalidRequest):
         param = error.param
         code = error.code or code
-    elif isinstance(error, scheduler_errors.RequestTooLong):
-        param = "max_tokens" if error.prompt_tokens < error.max_context else "messages"
     elif isinstance(error, ModelNotFound):
         param = "model"
     return ErrorReply(

@@ -52,7 +52,7 @@ class Preparer:
     async def chat(
         self, request: ChatRequest, *, request_id: str, owner: str
     ) -> tuple[PreparedChoice, ...]:
-        """One sequence per choice. Raises InvalidRequest or RequestTooLong.
+        """One sequence per choice. Raises InvalidRequest.
 
         Cancellation waits for a tokenization that has begun.
         """
@@ -69,7 +69,7 @@ class Preparer:
     async def completion(
         self, request: CompletionRequest, *, request_id: str, owner: str
     ) -> tuple[PreparedChoice, ...]:
-        """One sequence per prompt and choice. Raises InvalidRequest or RequestTooLong.
+        """One sequence per prompt and choice. Raises InvalidRequest.
 
         Cancellation waits for a tokenization that has begun.
         """
@@ -142,10 +142,15 @@ class Preparer:
         room = self._info.max_context - num_prompt
         wanted = room if options.max_tokens is None else options.max_tokens
         if room < 1 or wanted > room:
-            raise RequestTooLong(
+            error = RequestTooLong(
                 prompt_tokens=num_prompt,
                 max_tokens=max(wanted, 1),
                 max_context=self._info.max_context,
+            )
+            raise InvalidRequest(
+                str(error),
+                param=param if room < 1 else "max_tokens",
+                code="context_length_exceeded",
             )
         if options.min_tokens > wanted:
             raise InvalidRequest(

@@ -106,6 +106,11 @@ def build_service(
 ) -> Service:
     """The endpoints' service over a started scheduler."""
     info = scheduler.info
+    largest = max((token.id for token in files.tokenizer.control_tokens), default=0)
+    if largest >= info.vocab_size:
+        raise TokenizerError(
+            f"the tokenizer has id {largest}, but the model's head has {info.vocab_size} rows"
+        )
     return Service(
         config=config,
         scheduler=scheduler,

@@ -241,7 +241,9 @@ def _environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
     environment.filters["tojson"] = _tojson
-    environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+    names = cast("dict[str, object]", environment.globals)
+    names["raise_exception"] = _raise_exception
+    names["strftime_now"] = _strftime_now
     return environment
 
 

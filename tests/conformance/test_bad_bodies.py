@@ -1,0 +1,303 @@
+"""Every wrong body gets a 4xx that names the field, and the server goes on."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.conformance.live import MODEL, chat_body
+
+if TYPE_CHECKING:
+    from tests.conformance.live import Live
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+USER = {"role": "user", "content": "Hello"}
+
+
+def chat(**fields: object) -> dict[str, object]:
+    return chat_body(**fields)
+
+
+def message(**fields: object) -> dict[str, object]:
+    return {"model": MODEL, "messages": [fields]}
+
+
+def assistant(**fields: object) -> dict[str, object]:
+    return {"model": MODEL, "messages": [USER, {"role": "assistant", **fields}, USER]}
+
+
+def call(**fields: object) -> dict[str, object]:
+    return assistant(tool_calls=[{"id": "1", "type": "function", **fields}])
+
+
+def completion(prompt: object = "Hello", **fields: object) -> dict[str, object]:
+    return {"model": MODEL, "prompt": prompt, **fields}
+
+
+deep: object = 1
+for _ in range(100):
+    deep = [deep]
+
+CHAT: list[tuple[object, str | None]] = [
+    # The body as a whole.
+    ([], None),
+    ("text", None),
+    (None, None),
+    ({}, "model"),
+    ({"model": MODEL}, "messages"),
+    ({"messages": [USER]}, "model"),
+    ({"model": 3, "messages": [USER]}, "model"),
+    ({"model": "", "messages": [USER]}, "model"),
+    ({"model": None, "messages": [USER]}, "model"),
+    # Messages.
+    (chat(messages=[]), "messages"),
+    (chat(messages=None), "messages"),
+    (chat(messages="Hello"), "messages"),
+    (chat(messages={"role": "user"}), "messages"),
+    (chat(messages=["Hello"]), "messages[0]"),
+    (chat(messages=[None]), "messages[0]"),
+    (chat(messages=[USER, 3]), "messages[1]"),
+    (message(content="x"), "messages[0].role"),
+    (message(role="wizard", content="x"), "messages[0].role"),
+    (message(role=3, content="x"), "messages[0].role"),
+    (message(role="function", content="x", name="f"), "messages[0].role"),
+    (message(role="user"), "messages[0].content"),
+    (message(role="user", content=None), "messages[0].content"),
+    (message(role="user", content=3), "messages[0].content"),
+    (message(role="user", content={"text": "x"}), "messages[0].content"),
+    (message(role="user", content=["x"]), "messages[0].content[0]"),
+    (message(role="user", content=[{"text": "x"}]), "messages[0].content[0].type"),
+    (message(role="user", content=[{"type": "text"}]), "messages[0].content[0].text"),
+    (message(role="user", content=[{"type": "text", "text": 1}]), "messages[0].content[0].text"),
+    (
+        message(role="user", content=[{"type": "image_url", "image_url": {"url": "data:,"}}]),
+        "messages[0].content[0].type",
+    ),
+    (message(role="user", content=[{"type": "input_audio"}]), "messages[0].content[0].type"),
+    (message(role="user", content="x", name=3), "messages[0].name"),
+    (message(role="user", content="x", tool_calls=[]), "messages[0].tool_calls"),
+    (message(role="user", content="x", reasoning_content="y"), "messages[0].reasoning_content"),
+    (message(role="user", content="x", tool_call_id="1"), "messages[0].tool_call_id"),
+    (message(role="tool", content="x", tool_call_id=1), "messages[0].tool_call_id"),
+    (assistant(), "messages[1].content"),
+    (assistant(content=None), "messages[1].content"),
+    (assistant(content="x", reasoning_content=1), "messages[1].reasoning_content"),
+    (assistant(content="x", function_call={"name": "f"}), "messages[1].function_call"),
+    (assistant(tool_calls="f"), "messages[1].tool_calls"),
+    (assistant(tool_calls=[1]), "messages[1].tool_calls[0]"),
+    (call(), "messages[1].tool_calls[0].function"),
+    (call(function={}), "messages[1].tool_calls[0].function.name"),
+    (call(type="custom", function={"name": "f"}), "messages[1].tool_calls[0].type"),
+    (
+        call(function={"name": "f", "arguments": "{"}),
+        "messages[1].tool_calls[0].function.arguments",
+    ),
+    (
+        call(function={"name": "f", "arguments": "[1]"}),
+        "messages[1].tool_calls[0].function.arguments",
+    ),
+    (
+        call(function={"name": "f", "arguments": json.dumps({"a": deep})}),
+        "messages[1].tool_calls[0].function.arguments",
+    ),
+    (chat(messages=[USER, {"role": "system", "content": "x"}]), "messages"),
+    # Numbers.
+    (chat(max_tokens=0), "max_tokens"),
+    (chat(max_tokens=-1), "max_tokens"),
+    (chat(max_tokens=1.5), "max_tokens"),
+    (chat(max_tokens=1e9), "max_tokens"),
+    (chat(max_tokens="10"), "max_tokens"),
+    (chat(max_tokens=True), "max_tokens"),
+    (chat(max_tokens=10**30), "max_tokens"),
+    (chat(max_tokens=100_000), "max_tokens"),
+    (chat(max_completion_tokens=0), "max_completion_tokens"),
+    (chat(max_tokens=3, max_completion_tokens=4), "max_completion_tokens"),
+    (chat(temperature=-0.1), "temperature"),
+    (chat(temperature=2.1), "temperature"),
+    (chat(temperature="hot"), "temperature"),
+    (chat(temperature=True), "temperature"),
+    (chat(temperature=[1]), "temperature"),
+    (chat(top_p=0), "top_p"),
+    (chat(top_p=1.1), "top_p"),
+    (chat(top_p=False), "top_p"),
+    (chat(top_k=-2), "top_k"),
+    (chat(top_k=1.5), "top_k"),
+    (chat(min_p=-0.1), "min_p"),
+    (chat(min_p=2), "min_p"),
+    (chat(seed=1.5), "seed"),
+    (chat(seed="1"), "seed"),
+    (chat(seed=-(2**63) - 1), "seed"),
+    (chat(presence_penalty=2.5), "presence_penalty"),
+    (chat(frequency_penalty=-2.5), "frequency_penalty"),
+    (chat(repetition_penalty=0), "repetition_penalty"),
+    (chat(repetition_penalty=11), "repetition_penalty"),
+    (chat(n=0), "n"),
+    (chat(n=17), "n"),
+    (chat(n="1"), "n"),
+    (chat(min_tokens=-1), "min_tokens"),
+    (chat(min_tokens=5, max_tokens=4), "min_tokens"),
+    (chat(min_tokens=5000), "min_tokens"),
+    (chat(ignore_eos=1), "ignore_eos"),
+    (chat(spec=5), "spec"),
+    (chat(spec=-1), "spec"),
+    (chat(spec=True), "spec"),
+    (chat(spec_min_p=1.5), "spec_min_p"),
+    # Stops, biases, logprobs.
+    (chat(stop=""), "stop"),
+    (chat(stop=3), "stop"),
+    (chat(stop=[""]), "stop[0]"),
+    (chat(stop=["a", None]), "stop[1]"),
+    (chat(stop=["a"] * 5), "stop"),
+    (chat(stop=["a" * 2000]), "stop[0]"),
+    (chat(stop_token_ids=3), "stop_token_ids"),
+    (chat(stop_token_ids=["3"]), "stop_token_ids[0]"),
+    (chat(stop_token_ids=[-1]), "stop_token_ids[0]"),
+    (chat(stop_token_ids=[8192]), "stop_token_ids"),
+    (chat(stop_token_ids=[1] * 65), "stop_token_ids"),
+    (chat(logit_bias=[1]), "logit_bias"),
+    (chat(logit_bias={"a": 1}), "logit_bias"),
+    (chat(logit_bias={"-1": 1}), "logit_bias"),
+    (chat(logit_bias={"1": 101}), "logit_bias.1"),
+    (chat(logit_bias={"1": True}), "logit_bias.1"),
+    (chat(logit_bias={"1": 1, "01": 2}), "logit_bias"),
+    (chat(logit_bias={"9000": 1}), "logit_bias"),
+    (chat(logit_bias={str(index): 1 for index in range(2000)}), "logit_bias"),
+    (chat(logprobs=1), "logprobs"),
+    (chat(top_logprobs=3), "top_logprobs"),
+    (chat(logprobs=False, top_logprobs=3), "top_logprobs"),
+    (chat(logprobs=True, top_logprobs=21), "top_logprobs"),
+    # Delivery.
+    (chat(stream="yes"), "stream"),
+    (chat(stream=1), "stream"),
+    (chat(stream_options={"include_usage": True}), "stream_options"),
+    (chat(stream=True, stream_options=[]), "stream_options"),
+    (chat(stream=True, stream_options={"include_usage": 1}), "stream_options.include_usage"),
+    (chat(user=3), "user"),
+    (chat(prompt_cache_key="x" * 600), "prompt_cache_key"),
+    # Template options.
+    (chat(enable_thinking="false"), "enable_thinking"),
+    (chat(reasoning_effort="huge"), "reasoning_effort"),
+    (chat(chat_template_kwargs=[1]), "chat_template_kwargs"),
+    (chat(chat_template_kwargs={"messages": []}), "chat_template_kwargs"),
+    (chat(chat_template_kwargs={"a b": 1}), "chat_template_kwargs"),
+    (chat(chat_template_kwargs={"a": deep}), "chat_template_kwargs"),
+    (
+        chat(chat_template_kwargs={"enable_thinking": "false"}),
+        "chat_template_kwargs.enable_thinking",
+    ),
+    (chat(continue_final_message=True), "continue_final_message"),
+    # Known, and not honoured.
+    (chat(functions=[{"name": "f"}]), "functions"),
+    (chat(response_format={"type": "json_object"}), "response_format"),
+    (chat(response_format={"type": "json_schema", "json_schema": {}}), "response_format"),
+    (chat(response_format={}), "response_format.type"),
+    (chat(response_format="json"), "response_format"),
+    (chat(modalities=["text", "audio"]), "modalities"),
+    (chat(audio={"voice": "x"}), "audio"),
+    (chat(store=True), "store"),
+    (chat(service_tier="priority"), "service_tier"),
+    (chat(verbosity="high"), "verbosity"),
+    (chat(web_search_options={}), "web_search_options"),
+    (chat(guided_json={}), "guided_json"),
+    (chat(best_of=1.0), "best_of"),
+    (chat(echo=True), "echo"),
+]
+
+COMPLETIONS: list[tuple[object, str | None]] = [
+    ({"model": MODEL}, "prompt"),
+    (completion(None), "prompt"),
+    (completion(""), "prompt"),
+    (completion([]), "prompt"),
+    (completion(3), "prompt"),
+    (completion({"text": "x"}), "prompt"),
+    (completion([""]), "prompt[0]"),
+    (completion(["a", 1]), "prompt[1]"),
+    (completion([1, "a"]), "prompt[1]"),
+    (completion([1, True]), "prompt[1]"),
+    (completion([-1]), "prompt[0]"),
+    (completion([8192]), "prompt"),
+    (completion([[1], []]), "prompt[1]"),
+    (completion(["a"] * 65), "prompt"),
+    (completion(max_tokens=0), "max_tokens"),
+    (completion(max_tokens=5000), "max_tokens"),
+    (completion([1] * 5000), "prompt"),
+    (completion(suffix="x"), "suffix"),
+    (completion(best_of=2), "best_of"),
+    (completion(best_of=True), "best_of"),
+    (completion(logprobs=True), "logprobs"),
+    (completion(logprobs=21), "logprobs"),
+    (completion(echo=True, logprobs=1), "logprobs"),
+    (completion(echo="yes"), "echo"),
+    (completion(parse_special=1), "parse_special"),
+]
+
+RAW: list[bytes] = [
+    b"",
+    b"{",
+    b"nonsense",
+    b'{"model": NaN}',
+    b'{"model": Infinity}',
+    b'{"model": "\\ud800"}',
+    b"\xff\xfe",
+    b"[" * 3000,
+    b'{"temperature": 1e999}',
+]
+
+
+async def check(live: Live, path: str, body: bytes, status: int, param: str | None) -> str:
+    headers = {"content-type": "application/json"}
+    response = await live.client.post(path, content=body, headers=headers)
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param, error
+    assert len(error["message"]) < 400
+    return error["message"]
+
+
+@pytest.mark.parametrize(("body", "param"), CHAT)
+async def test_chat(live: Live, body: object, param: str | None) -> None:
+    message = await check(live, "/v1/chat/completions", json.dumps(body).encode(), 400, param)
+    if param is not None:
+        assert param in message or "token" in message or "template" in message
+
+
+@pytest.mark.parametrize(("body", "param"), COMPLETIONS)
+async def test_completions(live: Live, body: object, param: str | None) -> None:
+    await check(live, "/v1/completions", json.dumps(body).encode(), 400, param)
+
+
+@pytest.mark.parametrize("body", RAW)
+async def test_bytes_that_are_no_json(live: Live, body: bytes) -> None:
+    await check(live, "/v1/chat/completions", body, 400, None)
+
+
+@pytest.mark.parametrize("name", ["tools", "stop", "temperature", "messages"])
+async def test_a_megabyte_of_wrong_value_is_not_sent_back(live: Live, name: str) -> None:
+    body = chat_body(**{name: {"x": "y" * 2**20} if name == "temperature" else "y" * 2**20})
+    response = await live.client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 400
+    assert len(response.content) < 1000
+
+
+async def test_both_numbers_are_in_the_error_about_length(live: Live) -> None:
+    response = await live.client.post("/v1/chat/completions", json=chat_body(max_tokens=4090))
+    error = response.json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert "4096" in error["message"]
+    assert "4090" in error["message"]
+    response = await live.client.post("/v1/chat/completions", json=chat_body("word " * 6000))
+    error = response.json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert error["param"] == "messages"
+
+
+async def test_the_server_is_healthy_after_all_of_it(live: Live) -> None:
+    response = await live.client.post("/v1/chat/completions", json=chat_body(max_tokens=3))
+    assert response.status_code == 200
+    assert response.json()["usage"]["completion_tokens"] == 3
+    assert (await live.client.get("/health")).status_code == 200
+    await live.wait_idle()

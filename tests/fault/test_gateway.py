@@ -1,0 +1,225 @@
+"""What goes wrong around a request: clients leave or stall, the engine dies, the server is stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+
+from engine.fake import FakeScript, Fault, FaultKind
+from gateway.config import ApiKey, GatewayConfig
+from tests.conformance.live import chat_body, live_server, says, until
+
+if TYPE_CHECKING:
+    from tests.conformance.live import Live
+
+CHAT = "/v1/chat/completions"
+SLOW = FakeScript(decode_s=0.01)
+EVERYTHING_ON = GatewayConfig(
+    port=0,
+    api_keys=(ApiKey(name="ann", secret="key"),),
+    cors_origins=("https://chat.example",),
+    keepalive_s=0.02,
+)
+HEADERS = {"authorization": "Bearer key", "origin": "https://chat.example"}
+
+
+def endless(**fields: object) -> dict[str, object]:
+    return chat_body(max_tokens=4000, ignore_eos=True, **fields)
+
+
+async def raw_post(live: Live, body: dict[str, object]) -> socket.socket:
+    """A request on a bare socket, so that leaving is abrupt."""
+    content = json.dumps(body).encode()
+    connection = socket.create_connection(live.url.removeprefix("http://").split(":"))
+    connection.sendall(
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Authorization: Bearer key\r\nOrigin: https://chat.example\r\n"
+        b"Content-Length: %d\r\n\r\n%b" % (len(content), content)
+    )
+    connection.setblocking(False)
+    return connection
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_a_client_that_leaves_frees_its_slot(streamed: bool) -> None:
+    async with live_server(SLOW, config=EVERYTHING_ON) as live:
+        connection = await raw_post(live, endless(stream=streamed))
+        await live.wait_busy()
+        windows = live.scheduler.stats().totals.windows
+        connection.close()
+        await live.wait_idle()
+        assert live.scheduler.stats().totals.windows - windows < 20
+        metrics = (await live.client.get("/metrics")).text
+        assert 'stratagate_requests_total{endpoint="chat",outcome="cancelled"} 1.0' in metrics
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_clients_that_leave_while_queued_leave_the_queue(streamed: bool) -> None:
+    async with live_server(SLOW, config=EVERYTHING_ON) as live:
+        connections = [await raw_post(live, endless(stream=streamed)) for _ in range(7)]
+        await until(lambda: live.scheduler.stats().queued == 3)
+        for connection in connections:
+            connection.close()
+        await live.wait_idle()
+
+
+async def test_a_client_that_leaves_frees_all_its_choices() -> None:
+    async with live_server(SLOW, config=EVERYTHING_ON) as live:
+        for streamed in (True, False):
+            connection = await raw_post(live, endless(stream=streamed, n=6))
+            await live.wait_busy(4)
+            connection.close()
+            await live.wait_idle()
+
+
+async def test_a_hundred_dropped_streams_then_four_good_ones() -> None:
+    async with live_server(SLOW, headers=HEADERS) as live:
+
+        async def dropped() -> None:
+            async with live.client.stream("POST", CHAT, json=endless(stream=True)) as response:
+                if response.status_code == 200:
+                    await anext(response.aiter_lines())
+
+        for _ in range(5):
+            await asyncio.gather(*(dropped() for _ in range(20)))
+        await live.wait_idle()
+        body = chat_body(max_tokens=5, ignore_eos=True)
+        answers = await asyncio.gather(*(live.client.post(CHAT, json=body) for _ in range(4)))
+        assert [answer.json()["usage"]["completion_tokens"] for answer in answers] == [5] * 4
+
+
+async def test_a_reader_that_stalls_is_left() -> None:
+    config = GatewayConfig(port=0, send_timeout_s=0.3, keepalive_s=60.0)
+    async with live_server(FakeScript(), config=config) as live:
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(
+            (live.url.removeprefix("http://").split(":")[0], int(live.url.split(":")[2]))
+        )
+        body = json.dumps(endless(stream=True, logprobs=True, top_logprobs=20, n=4)).encode()
+        connection.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+        )
+        metrics = ""
+        async with asyncio.timeout(15):
+            while 'outcome="cancelled"} 1.0' not in metrics:
+                await asyncio.sleep(0.05)
+                metrics = (await live.client.get("/metrics")).text
+        await live.wait_idle()
+        connection.close()
+
+
+def error_of(raw: str) -> dict[str, str]:
+    """The error event of a stream that must end with it and [DONE]."""
+    assert raw.endswith("data: [DONE]\n\n")
+    events = raw.split("\n\n")
+    assert sum('"error"' in event for event in events) == 1
+    assert not any('"finish_reason":"' in event for event in events)
+    return json.loads(events[-3].removeprefix("data: "))["error"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        (FaultKind.DIE, "engine_dead"),
+        (FaultKind.ERROR, "engine_dead"),
+        (FaultKind.SLOT, "slot_failed"),
+    ],
+)
+async def test_a_failure_in_mid_stream_is_one_error_event_then_done(
+    kind: FaultKind, code: str
+) -> None:
+    script = FakeScript(faults=(Fault(window=3, kind=kind, slot=0),))
+    async with live_server(script) as live:
+        response = await live.client.post(CHAT, json=endless(stream=True))
+        assert response.status_code == 200
+        assert error_of(response.text)["code"] == code
+        await until(lambda: live.scheduler.ready)
+        good = await live.client.post(CHAT, json=chat_body(max_tokens=2, ignore_eos=True))
+        assert good.status_code == 200
+
+
+async def test_a_failure_before_the_answer_has_a_status() -> None:
+    script = FakeScript(faults=(Fault(window=3, kind=FaultKind.DIE),))
+    async with live_server(script) as live:
+        response = await live.client.post(CHAT, json=endless())
+        assert response.status_code == 503
+        assert response.json()["error"]["code"] == "engine_dead"
+        assert response.headers["retry-after"]
+
+
+async def test_one_failed_choice_ends_the_others() -> None:
+    script = FakeScript(decode_s=0.005, faults=(Fault(window=6, kind=FaultKind.SLOT, slot=1),))
+    async with live_server(script) as live:
+        response = await live.client.post(CHAT, json=endless(stream=True, n=4))
+        assert error_of(response.text)["code"] == "slot_failed"
+        await live.wait_idle()
+
+
+async def test_running_streams_finish_while_new_requests_are_refused() -> None:
+    script = says("word " * 30, decode_s=0.02)
+    async with live_server(script, config=GatewayConfig(port=0, drain_s=5.0)) as live:
+        running = asyncio.create_task(live.client.post(CHAT, json=chat_body(stream=True)))
+        await live.wait_busy()
+        signal.raise_signal(signal.SIGTERM)
+        await until(lambda: live.scheduler.stats().draining)
+        refused = await live.client.post(CHAT, json=chat_body())
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "draining"
+        assert int(refused.headers["retry-after"]) >= 1
+        assert (await live.client.get("/ready")).status_code == 503
+        assert (await live.client.get("/health")).status_code == 200
+        raw = (await running).text
+        assert '"finish_reason":"stop"' in raw
+        assert raw.endswith("data: [DONE]\n\n")
+        assert await asyncio.wait_for(live.task, 3.0) == 0
+        with pytest.raises(httpx.ConnectError):
+            await httpx.AsyncClient().get(f"{live.url}/health")
+
+
+async def test_streams_beyond_the_drain_deadline_end_with_an_error_event() -> None:
+    async with live_server(SLOW, config=GatewayConfig(port=0, drain_s=0.2)) as live:
+        running = asyncio.create_task(live.client.post(CHAT, json=endless(stream=True)))
+        await live.wait_busy()
+        signal.raise_signal(signal.SIGTERM)
+        assert error_of((await running).text)["code"] == "draining"
+        assert await asyncio.wait_for(live.task, 3.0) == 0
+
+
+async def test_a_second_signal_aborts() -> None:
+    async with live_server(SLOW, config=GatewayConfig(port=0, drain_s=60.0)) as live:
+        running = asyncio.create_task(live.client.post(CHAT, json=endless(stream=True)))
+        await live.wait_busy()
+        signal.raise_signal(signal.SIGTERM)
+        await until(lambda: live.scheduler.stats().draining)
+        signal.raise_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(live.task, 3.0) == 128 + signal.SIGTERM
+        await asyncio.wait([running], timeout=3.0)
+        assert running.done()
+
+
+async def test_an_engine_that_keeps_dying_ends_the_server() -> None:
+    # Every engine that is started dies in its first window.
+    script = FakeScript(faults=(Fault(window=0, kind=FaultKind.DIE),))
+    async with live_server(script) as live:
+        async with asyncio.timeout(15):
+            while not live.scheduler.fatal.is_set():
+                await live.client.post(CHAT, json=endless())
+                await asyncio.sleep(0.01)
+        assert await asyncio.wait_for(live.task, 3.0) == 1
+
+
+async def test_a_second_server_in_the_process_streams_after_the_first_was_stopped() -> None:
+    for _ in range(2):
+        async with live_server(says("one two three")) as live:
+            response = await live.client.post(CHAT, json=chat_body(stream=True))
+            assert '"finish_reason":"stop"' in response.text
+            signal.raise_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(live.task, 3.0) == 0

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from typer.testing import CliRunner
+
+from gateway import cli, config
+from gateway.config import AppConfig, ServeOptions, load_config, read_api_keys
+from gateway.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+runner = CliRunner()
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[AppConfig]:
+    """Configurations that `serve` would have started a server with."""
+    seen: list[AppConfig] = []
+
+    def run_server(chosen: AppConfig, version: str) -> int:
+        assert version
+        seen.append(chosen)
+        return 0
+
+    monkeypatch.setattr("gateway.server.run_server", run_server)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--port", "abc"], ["--port", "abc", "0 to 65535"]),
+        (["--port", "70000"], ["--port", "70000", "0 to 65535"]),
+        (["--port", "-1"], ["--port", "-1"]),
+        (["--batch", "1e9"], ["--batch", "1e9", "1 to 64"]),
+        (["--batch", "0"], ["--batch", "1 to 64"]),
+        (["--batch", "4.0"], ["--batch", "4.0"]),
+        (["--batch", "٤"], ["--batch"]),
+        (["--spec", "5"], ["--spec", "0 to 4"]),
+        (["--spec", "0"], ["--spec", "draft layer", "--no-mtp"]),
+        (["--spec-min-p", "NaN"], ["--spec-min-p", "NaN", "0 to 1"]),
+        (["--spec-min-p", "1.5"], ["--spec-min-p", "0 to 1"]),
+        (["--spec-min-p", "0_1"], ["--spec-min-p"]),
+        (["--drain-s", "inf"], ["--drain-s", "inf"]),
+        (["--prefill", "0"], ["--prefill", "auto"]),
+        (["--prefill", "lots"], ["--prefill", "lots"]),
+        (["--max-context", "1"], ["--max-context", "16"]),
+        (["--max-queue", ""], ["--max-queue"]),
+        (["--threads", "0"], ["--threads"]),
+        (["--device", "tpu"], ["--device", "tpu", "cuda"]),
+        (["--device", "cuda:x"], ["--device"]),
+        (["--dtype", "int8"], ["--dtype", "int8", "bfloat16"]),
+        (["--log-level", "loud"], ["--log-level", "loud"]),
+        (["--kv", "int8"], ["--kv"]),
+        (["--vision"], ["--vision"]),
+        (["--api-key-file", "/nonexistent"], ["--api-key-file", "/nonexistent"]),
+        (["a", "--model", "b"], ["named twice"]),
+    ],
+)
+def test_bad_options_exit_2_and_say_why(
+    started: list[AppConfig], arguments: list[str], words: list[str]
+) -> None:
+    result = runner.invoke(cli.app, ["serve", *arguments], env={"COLUMNS": "300", "TERM": "dumb"})
+    assert result.exit_code == 2
+    assert started == []
+    for word in words:
+        assert word in result.output
+
+
+def test_options_arrive(started: list[AppConfig], tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("ann:k1\n")
+    arguments = (
+        f"serve DIR --port 0 --batch 2 --max-context 512 --spec 3 --spec-min-p 0.25 --prefill 128 "
+        f"--max-queue 9 --drain-s 1.5 --device cuda:1 --dtype float32 --threads 2 "
+        f"--served-model-name m --cors-origin https://a --cors-origin https://b "
+        f"--log-level error --host ::1 --api-key-file {keys}"
+    )
+    result = runner.invoke(cli.app, arguments.split())
+    assert result.exit_code == 0, result.output
+    gateway, scheduler = started[0].gateway, started[0].scheduler
+    engine = scheduler.engine
+    assert (engine.model, engine.num_slots, engine.max_context) == ("DIR", 2, 512)
+    assert (engine.max_draft, scheduler.spec_min_p, engine.chunk_tokens) == (3, 0.25, 128)
+    assert (engine.device, engine.dtype, engine.threads) == ("cuda:1", "float32", 2)
+    assert (scheduler.max_queue, gateway.drain_s, gateway.port) == (9, 1.5, 0)
+    assert gateway.cors_origins == ("https://a", "https://b")
+    assert [key.name for key in gateway.api_keys] == ["ann"]
+    assert (gateway.served_model_name, gateway.host, gateway.log_level) == ("m", "::1", "error")
+
+
+def test_defaults_and_environment(started: list[AppConfig]) -> None:
+    runner.invoke(cli.app, ["serve"])
+    assert started[0] == load_config(ServeOptions())
+    assert started[0].scheduler.engine.num_slots == 4
+    runner.invoke(cli.app, ["serve", "--prefill", "auto"], env={"STRATAGATE_BATCH": "3"})
+    assert started[1].scheduler.engine.num_slots == 3
+    result = runner.invoke(cli.app, ["serve"], env={"STRATAGATE_BATCH": "x"})
+    assert result.exit_code == 2
+
+
+def test_no_mtp_is_the_way_without_drafts(started: list[AppConfig]) -> None:
+    for arguments in (["--no-mtp"], ["--no-mtp", "--spec", "0"]):
+        assert runner.invoke(cli.app, ["serve", *arguments]).exit_code == 0
+    assert [chosen.scheduler.engine.max_draft for chosen in started] == [0, 0]
+
+
+def test_version_and_help() -> None:
+    result = runner.invoke(cli.app, ["--version"])
+    assert result.exit_code == 0
+    assert result.output == f"stratagate {cli.version()}\n"
+    assert "serve" in runner.invoke(cli.app, ["--help"]).output
+
+
+@pytest.mark.parametrize("parse", [config.count(0, 9), config.number(0, 9)])
+@pytest.mark.parametrize("text", ["", " 1", "1 ", "+1x", "0x1", "١", "10", "-1", "1" * 400])
+def test_numbers_are_digits_and_nothing_else(parse: Callable[[str], float], text: str) -> None:
+    with pytest.raises(ConfigError, match="0 to 9"):
+        parse(text)
+
+
+def test_key_files(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# ours\n\nann:secret-1\nsecret-2\n b : secret:3 \n")
+    keys = read_api_keys(path)
+    assert [(key.name, key.secret) for key in keys] == [
+        ("ann", "secret-1"),
+        ("key4", "secret-2"),
+        ("b", "secret:3"),
+    ]
+    assert "secret-1" not in repr(keys)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("", "no key"),
+        ("# only a comment\n", "no key"),
+        ("ann:\n", "line 1"),
+        ("a b\n", "line 1"),
+        ("x:1\ny:1\n", "line 2: the same key twice"),
+        (":secret\n", "line 1: a name"),
+        ("schlüssel\n", "line 1"),
+    ],
+)
+def test_key_files_that_cannot_be_used(tmp_path: Path, content: str, reason: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=reason) as caught:
+        read_api_keys(path)
+    assert "secret" not in str(caught.value)
