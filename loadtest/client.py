@@ -142,6 +142,7 @@ class _Answer:
     chunk_times_s: list[float] = field(default_factory=list[float])
     texts: list[str] = field(default_factory=list[str])
     finish_reason: str | None = None
+    done_s: float | None = None
     usage: dict[str, Any] = field(default_factory=dict[str, Any])
     error: str = ""
 
@@ -173,7 +174,8 @@ async def send(
     except httpx.HTTPError as error:
         outcome = Outcome.CONNECTION if answer.status is None else Outcome.STREAM_ERROR
         answer.error = f"{type(error).__name__}: {error}"
-    return _record(plan, answer, outcome, (intended_start_s, start_s, loop.time()))
+    end_s = loop.time() if answer.done_s is None else answer.done_s
+    return _record(plan, answer, outcome, (intended_start_s, start_s, end_s))
 
 
 def _record(
@@ -235,15 +237,20 @@ async def _read_stream(response: httpx.Response, plan: RequestPlan, answer: _Ans
         raise ProtocolError(f"a stream of type {content_type!r}")
     if plan.disconnect_after_chunks == 0:
         raise _Left
+    # Read past [DONE] to the end of the body: only then can the connection carry the next request.
     async for data in _events(response, plan.read_delay_s):
+        if answer.done_s is not None:
+            raise ProtocolError("an event after [DONE]")
         if data == b"[DONE]":
             if answer.finish_reason is None:
                 raise ProtocolError("[DONE] before any finish_reason")
-            return
+            answer.done_s = asyncio.get_running_loop().time()
+            continue
         _take_chunk(_parse(data), answer)
         if plan.disconnect_after_chunks == len(answer.chunk_times_s):
             raise _Left
-    raise ServerError("the stream ended without [DONE]")
+    if answer.done_s is None:
+        raise ServerError("the stream ended without [DONE]")
 
 
 async def _events(response: httpx.Response, read_delay_s: float) -> AsyncIterator[bytes]:

@@ -9,6 +9,7 @@ from html import escape
 
 _WIDTH, _HEIGHT = 560, 320
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 36, 44
+_LEGEND_STEP = 90
 _COLOURS = ("#3b7dd8", "#d8663b", "#3ba55c", "#9b59b6", "#c9a227", "#17a2b8", "#e84393", "#7f8c8d")
 
 
@@ -73,11 +74,8 @@ def _line(line: Series, index: int, x_end: float, y_end: float) -> list[str]:
             for x, y in line.points
         ]
     if line.label:
-        y = _HEIGHT - _BOTTOM - 8 - 16 * index
-        parts.append(
-            f'<text x="{_WIDTH - _RIGHT - 6}" y="{y}" text-anchor="end" fill="{colour}">'
-            f"{escape(line.label)}</text>"
-        )
+        x = _LEFT + _LEGEND_STEP * index
+        parts.append(f'<text x="{x}" y="{_HEIGHT - 8}" fill="{colour}">{escape(line.label)}</text>')
     return parts
 
 

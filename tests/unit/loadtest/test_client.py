@@ -71,6 +71,15 @@ def test_a_stream_without_done_is_a_stream_error(breaks: bool) -> None:
     assert ask(answer(text_frame("a"), STOP, breaks=breaks)).outcome is Outcome.STREAM_ERROR
 
 
+def test_the_body_is_read_to_its_end_so_that_the_connection_is_kept() -> None:
+    server = ScriptedServer(
+        lambda _: Script(pieces=[(1.0, text_frame("a") + STOP + DONE), (2.0, b"")])
+    )
+    record = ask(server)
+    assert (record.outcome, record.end_s, server.bodies_read) == (Outcome.OK, 1.0, 1)
+    assert ask(answer(text_frame("a"), STOP, DONE, text_frame("b"))).outcome is Outcome.MALFORMED
+
+
 def test_no_connection() -> None:
     record = ask(Unreachable())
     assert (record.outcome, record.status) == (Outcome.CONNECTION, None)

@@ -60,8 +60,9 @@ class Script:
 
 
 class _Body(httpx.AsyncByteStream):
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Script, on_end: Callable[[], None]) -> None:
         self._script = script
+        self._on_end = on_end
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         for pause_s, data in self._script.pieces:
@@ -69,6 +70,7 @@ class _Body(httpx.AsyncByteStream):
             yield data
         if self._script.breaks:
             raise httpx.ReadError("connection lost")
+        self._on_end()
 
 
 class ScriptedServer(httpx.AsyncBaseTransport):
@@ -77,8 +79,7 @@ class ScriptedServer(httpx.AsyncBaseTransport):
     def __init__(self, script: Callable[[dict[str, Any]], Script]) -> None:
         self._script = script
         self.requests: list[dict[str, Any]] = []
-        self.active = 0
-        self.most_active = 0
+        self.bodies_read = 0
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         fields: dict[str, Any] = json.loads(await request.aread())
@@ -88,7 +89,12 @@ class ScriptedServer(httpx.AsyncBaseTransport):
         headers = {"content-type": script.content_type}
         if script.retry_after is not None:
             headers["retry-after"] = script.retry_after
-        return httpx.Response(script.status, headers=headers, stream=_Body(script))
+        return httpx.Response(
+            script.status, headers=headers, stream=_Body(script, self._count_body)
+        )
+
+    def _count_body(self) -> None:
+        self.bodies_read += 1
 
 
 def client(server: httpx.AsyncBaseTransport) -> httpx.AsyncClient:
