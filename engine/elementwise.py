@@ -1,8 +1,8 @@
 """Elementwise functions whose value never depends on where an element lies in memory (product.md D3, rule 1).
 
-torch computes sigmoid, SiLU and softplus of a tensor's last few elements by scalar code that rounds differently from the
-vector code before it, so a row's value could follow the number of rows beside it. Rows of whole vectors have no such rest;
-others are composed of exp, log1p and single-rounding operations, which agree everywhere.
+torch computes sigmoid, SiLU and softplus of a tensor's last few elements by scalar code that rounds differently
+from the vector code before it, so a row's value could follow the number of rows beside it. Rows of whole vectors have
+no such rest; others are composed of exp, log1p and single-rounding operations, which agree everywhere.
 """
 
 from __future__ import annotations

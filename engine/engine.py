@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.acceptance import accept
 from engine.config import EngineConfig, model_path
-from engine.errors import ConfigMismatch, PlanError, PlanRefused
+from engine.errors import ConfigMismatch, PlanError
 from engine.interface import (
     MAX_SPEC,
     DecodeStep,

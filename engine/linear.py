@@ -1,8 +1,8 @@
 """Matrix products whose rows do not depend on their company (product.md D3, rule 1).
 
-A library's product of m rows may round a row differently for another m. `RowLinear` picks, per weight shape and dtype,
-the first of a fixed list of methods that `rows_agree` finds exact for every m up to MAX_WINDOW_ROWS. The list depends on
-the shape alone and never on timing, so two starts on one machine choose alike.
+A library's product of m rows may round a row differently for another m. `RowLinear` picks, per weight shape and
+dtype, the first of a fixed list of methods that `rows_agree` finds exact for every m up to MAX_WINDOW_ROWS. The list
+depends on the shape alone and never on timing, so two starts on one machine choose alike.
 """
 
 from __future__ import annotations

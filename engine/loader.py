@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,10 +18,12 @@ from engine.layers.residual import GatedResidual
 from engine.layers.rotary import RotaryTable
 from engine.linear import KernelReport, RowLinear
 from engine.model import DecoderLayer, Trunk
-from engine.model_spec import ModelSpec
 from engine.mtp import DraftLayer
 from engine.state import key_capacity
-from engine.weights import Checkpoint
+
+if TYPE_CHECKING:
+    from engine.model_spec import ModelSpec
+    from engine.weights import Checkpoint
 
 DRAFT_PREFIX = "mtp."
 

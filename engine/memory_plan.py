@@ -1,11 +1,14 @@
-"""MemoryPlan: every byte named from the geometry alone, before anything is allocated (product.md D7). Pure, no torch."""
+"""MemoryPlan: every byte named from the geometry alone, before anything is allocated (D7). Pure, no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from engine.errors import PlanRefused
-from engine.model_spec import ModelSpec
+
+if TYPE_CHECKING:
+    from engine.model_spec import ModelSpec
 
 FP32_BYTES = 4
 MIB = 1 << 20
@@ -51,8 +54,8 @@ def make_plan(
 ) -> MemoryPlan:
     """Plan a model with weights and activations of `element_bytes`.
 
-    state_bytes: bytes of each tensor of SlotState; num_positions: entries of the rotary tables; window_rows: most rows of
-    a verify window.
+    state_bytes: bytes of each tensor of SlotState; num_positions: entries of the rotary tables; window_rows: most
+    rows of a verify window.
     """
     return MemoryPlan(
         weights=tuple(

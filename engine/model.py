@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from engine.layers.gdn import GdnLayer
-from engine.layers.moe import MoeLayer
-from engine.layers.ple import PleLayer
-from engine.layers.qsa import QsaLayer
 from engine.layers.residual import GatedResidual, write_back
-from engine.linear import RowLinear
 from engine.state import GdnWindow, Rows, SlotState
+
+if TYPE_CHECKING:
+    from engine.layers.moe import MoeLayer
+    from engine.layers.ple import PleLayer
+    from engine.layers.qsa import QsaLayer
+    from engine.linear import RowLinear
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

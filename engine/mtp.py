@@ -6,15 +6,19 @@ streams back; the cells it writes that way are written again from the trunk's st
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
-from engine.layers.moe import MoeLayer
-from engine.layers.norm import ZeroCentredNorm
-from engine.layers.qsa import QsaLayer
 from engine.layers.residual import GatedResidual, write_back
-from engine.linear import RowLinear
-from engine.model import Trunk
-from engine.state import Rows, SlotState
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engine.layers.moe import MoeLayer
+    from engine.layers.norm import ZeroCentredNorm
+    from engine.layers.qsa import QsaLayer
+    from engine.linear import RowLinear
+    from engine.model import Trunk
+    from engine.state import Rows, SlotState
 
 
 class DraftLayer:

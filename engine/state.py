@@ -10,12 +10,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from engine.interface import MAX_SPEC
-from engine.model_spec import ModelSpec
+
+if TYPE_CHECKING:
+    from engine.model_spec import ModelSpec
 
 WINDOW_ROWS = MAX_SPEC + 1
 """Most rows of one slot in one window."""

@@ -9,14 +9,16 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import WeightMismatch
+
+if TYPE_CHECKING:
+    from types import TracebackType
 
 _PREFIXES = ("model.language_model.", "model.")
 _SCALE_SUFFIX = "_scale"
@@ -57,7 +59,7 @@ class Checkpoint:
             handle: Any = self._stack.enter_context(safe_open(file, framework="pt", device="cpu"))
         except (SafetensorError, OSError) as error:
             raise WeightMismatch(f"{file.name}: cannot be read: {error}") from error
-        for name in handle.keys():  # noqa: SIM118 - not a dict
+        for name in handle.keys():
             if name in self._files:
                 raise WeightMismatch(f"{name}: found in two files, required in one")
             self._files[name] = handle

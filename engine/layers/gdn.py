@@ -6,15 +6,19 @@ Axes: B slots, T rows of a slot, V value heads, K key heads, dk and dv head widt
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.elementwise import sigmoid, silu, softplus
 from engine.layers.norm import l2_normalized
-from engine.linear import RowLinear
-from engine.model_spec import GdnSpec
-from engine.state import GdnWindow, Rows
+
+if TYPE_CHECKING:
+    from engine.linear import RowLinear
+    from engine.model_spec import GdnSpec
+    from engine.state import GdnWindow, Rows
 
 _CHUNK = 64
 _TRIANGLE = 16

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from engine.elementwise import sigmoid, silu
 from engine.linear import MAX_WINDOW_ROWS, KernelReport, RowLinear
-from engine.model_spec import MoeSpec
+
+if TYPE_CHECKING:
+    from engine.model_spec import MoeSpec
 
 _DENSE_MAX_BYTES = 16 << 20
 """Expert weights of one layer up to this stay in cache, where two products over all experts beat a loop over few."""

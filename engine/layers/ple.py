@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from engine.elementwise import sigmoid, silu
-from engine.layers.norm import ZeroCentredNorm
-from engine.linear import RowLinear
-from engine.model_spec import PleSpec
-from engine.state import Rows, SlotState
+
+if TYPE_CHECKING:
+    from engine.layers.norm import ZeroCentredNorm
+    from engine.linear import RowLinear
+    from engine.model_spec import PleSpec
+    from engine.state import Rows, SlotState
 
 
 class NgramHash:

@@ -1,23 +1,26 @@
 """Sparse attention: an indexer picks blocks of keys, attention reads only those (model.md 1.5).
 
 Axes: R rows of a window, T rows of a prompt piece, A query heads, N K/V heads, D head dim, I index dim, L keys read.
-A row's shapes are a function of its position alone: it reads a whole number of key tiles that covers what it may see, and
-rows are batched only as items of a batched product. So its arithmetic does not depend on its company (product.md D3).
+A row's shapes are a function of its position alone: it reads a whole number of key tiles that covers what it may see,
+and rows are batched only as items of a batched product. So its arithmetic does not depend on its company.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from engine.elementwise import sigmoid
-from engine.layers.norm import ZeroCentredNorm
 from engine.layers.rotary import RotaryTable, rotate
-from engine.linear import RowLinear
-from engine.model_spec import QsaSpec
 from engine.state import KEY_TILE, RING_ROWS, Rows, SlotState
+
+if TYPE_CHECKING:
+    from engine.layers.norm import ZeroCentredNorm
+    from engine.linear import RowLinear
+    from engine.model_spec import QsaSpec
 
 _QUERY_TILE_SCORES = 1 << 24
 """Scores a prompt piece holds at once (all heads); more queries than that go tile by tile."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from engine.elementwise import sigmoid, silu
-from engine.layers.norm import ZeroCentredNorm
-from engine.linear import RowLinear
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engine.layers.norm import ZeroCentredNorm
+    from engine.linear import RowLinear
 
 
 class GatedResidual:
