@@ -1,0 +1,167 @@
+"""The plan against what is really allocated: equal to the byte, so an error in either direction shows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine.config import EngineConfig
+from engine.engine import load_engine
+from engine.errors import ConfigMismatch, PlanRefused
+from engine.memory_plan import make_plan
+from engine.model_spec import spec_from_config
+from engine.state import SlotState, state_shapes
+from tests.oracle.tiny import GRID, make_checkpoint
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("plan")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", GRID)
+def test_every_planned_line_is_allocated_as_planned(directory: Path, name: str, dtype: str) -> None:
+    checkpoint = make_checkpoint(directory, name)
+    config = EngineConfig(
+        model=str(checkpoint), device="cpu", dtype=dtype, max_context=100, chunk_tokens=32
+    )
+    items = load_engine(config).info.memory_plan
+    measured = [item for item in items if item.actual_bytes is not None]
+    assert [(i.name, i.planned_bytes) for i in measured] == [
+        (i.name, i.actual_bytes) for i in measured
+    ]
+    unmeasured = {item.name for item in items} - {item.name for item in measured}
+    assert unmeasured == {"prefill buffers", "window logits"}
+
+
+def test_without_drafts_the_draft_layer_is_neither_planned_nor_held(directory: Path) -> None:
+    checkpoint = make_checkpoint(directory, "no_ple")
+    config = EngineConfig(
+        model=str(checkpoint), device="cpu", dtype="float32", max_context=64, max_draft=0
+    )
+    names = {item.name for item in load_engine(config).info.memory_plan}
+    assert "draft layer" not in names
+
+
+geometries = st.fixed_dictionaries(
+    {
+        "vocab_size": st.integers(8, 64),
+        "hidden_size": st.sampled_from([8, 24, 40]),
+        "num_hidden_layers": st.integers(1, 6),
+        "num_attention_heads": st.sampled_from([2, 4]),
+        "num_key_value_heads": st.sampled_from([1, 2]),
+        "head_dim": st.sampled_from([8, 16]),
+        "linear_num_key_heads": st.sampled_from([1, 2]),
+        "linear_num_value_heads": st.sampled_from([2, 4]),
+        "linear_key_head_dim": st.sampled_from([4, 8]),
+        "linear_value_head_dim": st.sampled_from([4, 12]),
+        "linear_conv_kernel_dim": st.integers(2, 5),
+        "num_experts": st.integers(2, 5),
+        "hc_count": st.integers(2, 4),
+        "indexer_head_dim": st.sampled_from([8, 16]),
+        "indexer_compress_ratio": st.sampled_from([2, 4]),
+        "ple_layer_ids": st.sampled_from([[], [1]]),
+        "mtp_num_hidden_layers": st.integers(0, 1),
+    }
+)
+
+
+@given(changes=geometries, num_slots=st.integers(1, 4), max_context=st.integers(1, 300))
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_sessions_of_any_geometry_are_allocated_as_planned(
+    changes: dict[str, Any], num_slots: int, max_context: int
+) -> None:
+    base: dict[str, Any] = {
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "shared_expert_intermediate_size": 8,
+        "indexer_n_heads": 2,
+        "indexer_budget": 16,
+        "ple_embed_dim": 32,
+        "ngram_vocab_size_base": 11,
+        "eos_token_id": 1,
+        "rope_parameters": {"partial_rotary_factor": 0.5},
+    }
+    spec = spec_from_config(json.loads(json.dumps({**base, **changes})), name="random")
+    shapes = state_shapes(spec, num_slots=num_slots, max_context=max_context)
+    state = SlotState(
+        spec,
+        num_slots=num_slots,
+        max_context=max_context,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+    )
+    held = {name: getattr(state, name) for name in shapes}
+    assert {name: tuple(tensor.shape) for name, tensor in held.items()} == shapes
+    others = [
+        name
+        for name in SlotState.__dict__.get("__slots__", ()) or vars(state)
+        if isinstance(getattr(state, name), torch.Tensor) and name not in shapes
+    ]
+    assert others == []
+
+
+def test_a_plan_that_does_not_fit_gives_both_numbers_and_the_option() -> None:
+    spec = spec_from_config(
+        {
+            "vocab_size": 1024,
+            "hidden_size": 512,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 8,
+            "shared_expert_intermediate_size": 8,
+            "indexer_n_heads": 1,
+            "indexer_head_dim": 256,
+            "indexer_budget": 16,
+            "indexer_compress_ratio": 4,
+            "rope_parameters": {},
+        },
+        name="big",
+    )
+    plan = make_plan(
+        spec,
+        state_bytes={"s": 3 << 20},
+        element_bytes=4,
+        num_positions=1,
+        chunk_tokens=1,
+        window_rows=1,
+        with_draft=False,
+    )
+    plan.require(plan.total_bytes, "RAM")
+    with pytest.raises(
+        PlanRefused, match=r"needs \d+ MiB of RAM but 1 MiB .*3 MiB are sessions.*--max-context"
+    ):
+        plan.require(1 << 20, "RAM")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_slots": 5}, "num_slots: found 5, required 1 to 4"),
+        ({"max_context": 513}, "max_context: found 513, required at most the model's 512"),
+        ({"max_draft": 5}, "max_draft: found 5, required 0 to 4"),
+    ],
+)
+def test_choices_out_of_range_are_refused_before_loading(
+    directory: Path, changes: dict[str, Any], message: str
+) -> None:
+    checkpoint = make_checkpoint(directory, "no_ple")
+    with pytest.raises(ConfigMismatch, match=message):
+        load_engine(EngineConfig(model=str(checkpoint), device="cpu", **changes))
+
+
+def test_drafts_from_a_model_without_draft_layer_are_refused(directory: Path) -> None:
+    checkpoint = make_checkpoint(directory, "no_ple", with_mtp=False)
+    with pytest.raises(ConfigMismatch, match="has no draft layer .*--no-mtp"):
+        load_engine(EngineConfig(model=str(checkpoint), device="cpu"))
+    plain = load_engine(EngineConfig(model=str(checkpoint), device="cpu", max_draft=0))
+    assert plain.info.max_draft == 0
