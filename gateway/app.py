@@ -10,7 +10,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 from gateway.errors import ErrorReply
-from gateway.middleware import ApiKeys, BodyLimit, Errors, RequestLog
+from gateway.middleware import ApiKeys, BodyLimit, Envelope
 from gateway.page import page
 from gateway.responses import error_response
 from gateway.routes import Endpoints
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def build_app(service: Service) -> Starlette:
     """The ASGI application over a running scheduler. Starting and stopping the scheduler is the caller's."""
     config = service.config
-    middleware = [Middleware(RequestLog), Middleware(Errors)]
+    middleware = [Middleware(Envelope)]
     if config.cors_origins:
         middleware.append(
             Middleware(

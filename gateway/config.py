@@ -101,7 +101,7 @@ def load_config(options: ServeOptions) -> AppConfig:
         gateway=GatewayConfig(
             host=options.host,
             port=options.port,
-            served_model_name=options.served_model_name,
+            served_model_name=options.served_model_name or _shipped_name(options.model),
             api_keys=keys,
             cors_origins=options.cors_origins,
             drain_s=options.drain_s,
@@ -122,6 +122,11 @@ def load_config(options: ServeOptions) -> AppConfig:
             spec_min_p=options.spec_min_p,
         ),
     )
+
+
+def _shipped_name(model: str) -> str | None:
+    """The shipped model is called what the option calls it, not what its folder is called."""
+    return DEFAULT_MODEL if model == DEFAULT_MODEL else None
 
 
 def read_api_keys(path: Path) -> tuple[ApiKey, ...]:

@@ -44,6 +44,8 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()) -> None:
         self._token_bytes = tokenizer.token_bytes
         self._decoder = _new_decoder(errors="replace")
+        self._has_partial = False
+        """The decoder holds the beginning of a character."""
         self._strip_space = tokenizer.strips_first_space
         self._stop = StopMatcher(stop)
         self._num_chars = 0
@@ -93,10 +95,20 @@ class Detokenizer:
         return self._decode(b"".join(map(self._token_bytes, token_ids)))
 
     def _decode(self, data: bytes) -> str:
-        text = self._decoder.decode(data)
+        text = self._decode_whole(data)
         if self._strip_space and text:
             self._strip_space = False
             return text.removeprefix(" ")
+        return text
+
+    def _decode_whole(self, data: bytes) -> str:
+        if not self._has_partial:
+            try:
+                return data.decode()
+            except UnicodeDecodeError:
+                pass  # a character is broken, most often by the border between two tokens
+        text = self._decoder.decode(data)
+        self._has_partial = bool(self._decoder.getstate()[0])
         return text
 
     def _release_tokens(self, *, is_last: bool = False) -> tuple[OutputToken, ...]:

@@ -35,6 +35,8 @@ class ChoiceDelta:
     tokens: tuple[OutputToken, ...] = ()
     finish_reason: FinishReason | None = None
     """Set on the last delta of the choice, and only there."""
+    num_tokens: int = 0
+    """How many more tokens the choice has cost."""
 
     @property
     def has_output(self) -> bool:
@@ -87,47 +89,43 @@ class Choice:
         """New tokens; the delta ends the choice when they complete a stop string."""
         ids = event.token_ids
         # The stop id is counted and never shown, whether or not it has text.
-        stop_id = ids[-1] if ids and ids[-1] in self._stop_ids else None
-        shown = ids if stop_id is None else ids[:-1]
-        before = self._detokenizer.num_tokens
-        delta = self._detokenizer.push(shown, event.logprobs)
-        self._count_reasoning(shown[: self._detokenizer.num_tokens - before])
+        has_stop_id = ids[-1] in self._stop_ids
+        shown = ids[:-1] if has_stop_id else ids
+        detokenizer = self._detokenizer
+        before = detokenizer.num_tokens
+        delta = detokenizer.push(shown, event.logprobs)
+        num_tokens = detokenizer.num_tokens - before
+        if self._think_ids is not None:
+            self._count_reasoning(shown[:num_tokens], self._think_ids)
         parsed = self._parse(delta.text)
-        if not self._detokenizer.stopped:
-            self._num_stop_ids += stop_id is not None
-            return self._delta(parsed, delta.tokens)
-        rest = self._finish_parser()
-        merged = ParsedDelta(
-            reasoning=parsed.reasoning + rest.reasoning, content=parsed.content + rest.content
+        if detokenizer.stopped:
+            self.finish_reason = FinishReason.STOP
+            parsed = _joined(parsed, self._finish_parser())
+        elif has_stop_id:
+            self._num_stop_ids += 1
+            num_tokens += 1
+        return ChoiceDelta(
+            index=self.index,
+            reasoning=parsed.reasoning,
+            content=parsed.content,
+            tokens=delta.tokens,
+            finish_reason=self.finish_reason,
+            num_tokens=num_tokens,
         )
-        return self._delta(merged, delta.tokens, FinishReason.STOP)
 
     def finish(self, event: Finished) -> ChoiceDelta:
         """The last delta of a sequence that ended by itself: what was held back."""
         self.engine_usage = event.usage
         delta = self._detokenizer.finish()
-        parsed = self._parse(delta.text)
-        rest = self._finish_parser()
-        merged = ParsedDelta(
-            reasoning=parsed.reasoning + rest.reasoning, content=parsed.content + rest.content
-        )
-        # Held text may complete nothing any more, but a stop string found now still ends it.
-        reason = FinishReason.STOP if self._detokenizer.stopped else event.reason
-        return self._delta(merged, delta.tokens, reason)
-
-    def _delta(
-        self,
-        parsed: ParsedDelta,
-        tokens: tuple[OutputToken, ...],
-        finish_reason: FinishReason | None = None,
-    ) -> ChoiceDelta:
-        self.finish_reason = finish_reason
+        parsed = _joined(self._parse(delta.text), self._finish_parser())
+        # A broken character at the very end may still complete a stop string.
+        self.finish_reason = FinishReason.STOP if self._detokenizer.stopped else event.reason
         return ChoiceDelta(
             index=self.index,
             reasoning=parsed.reasoning,
             content=parsed.content,
-            tokens=tokens,
-            finish_reason=finish_reason,
+            tokens=delta.tokens,
+            finish_reason=self.finish_reason,
         )
 
     def _parse(self, text: str) -> ParsedDelta:
@@ -136,17 +134,21 @@ class Choice:
     def _finish_parser(self) -> ParsedDelta:
         return ParsedDelta() if self._parser is None else self._parser.finish()
 
-    def _count_reasoning(self, token_ids: Sequence[int]) -> None:
+    def _count_reasoning(self, token_ids: Sequence[int], think_ids: tuple[int, int]) -> None:
         """Tokens of the thought, its marks included."""
-        if self._think_ids is None:
-            return
-        opening, closing = self._think_ids
+        opening, closing = think_ids
         for token_id in token_ids:
             if token_id == opening and self.reasoning_tokens == 0:
                 self._in_thought = True
             self.reasoning_tokens += self._in_thought
             if token_id == closing:
                 self._in_thought = False
+
+
+def _joined(first: ParsedDelta, second: ParsedDelta) -> ParsedDelta:
+    return ParsedDelta(
+        reasoning=first.reasoning + second.reasoning, content=first.content + second.content
+    )
 
 
 class Generation:
@@ -209,26 +211,29 @@ class Generation:
 
         Raises the error of the first sequence that fails. Left early, nothing keeps running after `close`.
         """
-        merged = self._merged() if len(self.choices) > 1 else self._single()
-        async with aclosing(merged) as events:
-            async for choice, event in events:
-                match event:
-                    case Tokens():
-                        delta = choice.accept(event)
-                        if choice.ended:
-                            self._handles[choice.index].cancel()
-                        yield delta
-                    case Finished():
-                        yield choice.finish(event)
-                    case Failed():
-                        raise event.error
+        if len(self.choices) == 1:
+            # Most requests: no merging, and one generator less on the path of every token.
+            choice = self.choices[0]
+            async for event in self._handles[0]:
+                yield self._delta_of(choice, event)
+        else:
+            async with aclosing(self._merged()) as events:
+                async for choice, event in events:
+                    yield self._delta_of(choice, event)
         if not all(choice.ended for choice in self.choices):
             raise SchedulerError("a sequence was given up without a reason")
 
-    async def _single(self) -> AsyncGenerator[tuple[Choice, TokenEvent]]:
-        choice = self.choices[0]
-        async for event in self._handles[0]:
-            yield choice, event
+    def _delta_of(self, choice: Choice, event: TokenEvent) -> ChoiceDelta:
+        match event:
+            case Tokens():
+                delta = choice.accept(event)
+                if delta.finish_reason is not None:
+                    self._handles[choice.index].cancel()
+                return delta
+            case Finished():
+                return choice.finish(event)
+            case Failed():
+                raise event.error
 
     async def _merged(self) -> AsyncGenerator[tuple[Choice, TokenEvent]]:
         """Events of several handles, in the order in which they come."""

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
 from prometheus_client.registry import Collector
 from starlette.requests import ClientDisconnect
 
@@ -42,23 +48,14 @@ class Metrics:
             "Prompt tokens of accepted requests.",
             registry=self._registry,
         )
-        self._completion_tokens = Counter(
-            "stratagate_completion_tokens",
-            "Output tokens delivered, stop ids included.",
-            registry=self._registry,
-        )
         self._ttft = Histogram(
             "stratagate_time_to_first_token_seconds",
             "From the request's arrival to its first output token.",
             buckets=_TTFT_BUCKETS_S,
             registry=self._registry,
         )
-        self._gap = Histogram(
-            "stratagate_inter_token_seconds",
-            "Time between two deliveries divided by the tokens of the second; one observation per delivery.",
-            buckets=_GAP_BUCKETS_S,
-            registry=self._registry,
-        )
+        self._per_token = _TokenCollector()
+        self._registry.register(self._per_token)
         self._total = Histogram(
             "stratagate_request_seconds",
             "From the request's arrival to its last token.",
@@ -75,11 +72,10 @@ class Metrics:
 
     def first_tokens(self, since_arrival_s: float, num_tokens: int) -> None:
         self._ttft.observe(since_arrival_s)
-        self._completion_tokens.inc(num_tokens)
+        self._per_token.num_tokens += num_tokens
 
     def next_tokens(self, since_last_s: float, num_tokens: int) -> None:
-        self._gap.observe(since_last_s / max(num_tokens, 1))
-        self._completion_tokens.inc(num_tokens)
+        self._per_token.observe(since_last_s / num_tokens, num_tokens)
 
     def request_took(self, seconds: float) -> None:
         self._total.observe(seconds)
@@ -98,24 +94,21 @@ class Meter:
         self._now = now
         self._arrived_s = now()
         self._last_s: float | None = None
-        self._num_tokens = 0
         self._is_counted = False
 
     def accepted(self, prompt_tokens: int) -> None:
         self._metrics.prompt_accepted(prompt_tokens)
 
-    def delivered(self, completion_tokens: int) -> None:
-        """Called for every delta with the request's tokens so far."""
-        num_new = completion_tokens - self._num_tokens
-        if num_new <= 0:
+    def delivered(self, num_tokens: int) -> None:
+        """Called for every delta with the tokens it brought."""
+        if num_tokens == 0:
             return
         now_s = self._now()
         if self._last_s is None:
-            self._metrics.first_tokens(now_s - self._arrived_s, num_new)
+            self._metrics.first_tokens(now_s - self._arrived_s, num_tokens)
         else:
-            self._metrics.next_tokens(now_s - self._last_s, num_new)
+            self._metrics.next_tokens(now_s - self._last_s, num_tokens)
         self._last_s = now_s
-        self._num_tokens = completion_tokens
 
     def ended(self, outcome: str) -> None:
         """Counts the request; only the first call does."""
@@ -132,6 +125,32 @@ class Meter:
             self.ended(reply.code or reply.type)
         else:
             self.ended("cancelled")
+
+
+class _TokenCollector(Collector):
+    """What is counted for every delivery: plain numbers, since the library's locks would cost as much as the text."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self._counts = [0] * (len(_GAP_BUCKETS_S) + 1)
+        self._sum_s = 0.0
+
+    def observe(self, gap_s: float, num_tokens: int) -> None:
+        self.num_tokens += num_tokens
+        self._counts[bisect_left(_GAP_BUCKETS_S, gap_s)] += 1
+        self._sum_s += gap_s
+
+    def collect(self) -> Iterator[Metric]:
+        yield _counter(
+            "completion_tokens", "Output tokens delivered, stop ids included.", self.num_tokens
+        )
+        bounds = [*map(str, _GAP_BUCKETS_S), "+Inf"]
+        yield HistogramMetricFamily(
+            "stratagate_inter_token_seconds",
+            "Time between two deliveries divided by the tokens of the second; one observation per delivery.",
+            buckets=list(zip(bounds, accumulate(self._counts), strict=True)),
+            sum_value=self._sum_s,
+        )
 
 
 class _SchedulerCollector(Collector):

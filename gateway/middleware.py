@@ -1,4 +1,4 @@
-"""Pure ASGI middleware: request ids and access log, errors, API keys, body size.
+"""Pure ASGI middleware: ids, errors and access log; API keys; body size.
 
 None of them buffers a response or stands between the endpoint and a disconnect.
 """
@@ -33,8 +33,11 @@ _access = logging.getLogger("stratagate.access")
 _log = logging.getLogger("stratagate.gateway")
 
 
-class RequestLog:
-    """Gives every request an id and writes one line when it is over; never what it said."""
+class Envelope:
+    """Around every request: an id, an error object for what endpoints raise, one line in the log.
+
+    The outermost place where everything is caught. The log never has what a request said.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -45,11 +48,11 @@ class RequestLog:
             return
         request_id = _request_id(scope)
         scope[REQUEST_ID] = request_id
-        status = 0
+        status: int | None = None
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
-            if message["type"] == "http.response.start":
+            if status is None:
                 status = message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
@@ -57,6 +60,14 @@ class RequestLog:
         started_s = time.monotonic()
         try:
             await self._app(scope, receive, send_with_id)
+        except ClientDisconnect:
+            return
+        except Exception as error:
+            if type(error) not in TABLE:
+                _log.exception("request failed id=%s", request_id)
+            if status is not None:
+                raise
+            await error_response(reply_for(error))(scope, receive, send_with_id)
         finally:
             _access.info(
                 "%s %s %s %.3fs id=%s%s",
@@ -72,36 +83,6 @@ class RequestLog:
 def _request_id(scope: Scope) -> str:
     given = Headers(scope=scope).get("x-request-id", "")
     return given if _GOOD_REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-
-
-class Errors:
-    """Answers what endpoints raise with an error object; the outermost place where everything is caught."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        has_started = False
-
-        async def send_watched(message: Message) -> None:
-            nonlocal has_started
-            has_started = has_started or message["type"] == "http.response.start"
-            await send(message)
-
-        try:
-            await self._app(scope, receive, send_watched)
-        except ClientDisconnect:
-            return
-        except Exception as error:
-            if type(error) not in TABLE:
-                _log.exception("request failed id=%s", scope.get(REQUEST_ID))
-            if has_started:
-                raise
-            response = error_response(reply_for(error))
-            await response(scope, receive, send)
 
 
 class ApiKeys:

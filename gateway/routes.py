@@ -219,7 +219,7 @@ class Endpoints:
         async def collect() -> None:
             async with aclosing(generation.deltas()) as deltas:
                 async for delta in deltas:
-                    meter.delivered(generation.completion_tokens)
+                    meter.delivered(delta.num_tokens)
                     texts[delta.index].add(delta)
 
         try:

@@ -6,7 +6,9 @@ sequences.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Protocol
 
@@ -146,7 +148,7 @@ class FrameStream:
                 yield first
             async with aclosing(generation.deltas()) as deltas:
                 async for delta in deltas:
-                    self._meter.delivered(generation.completion_tokens)
+                    self._meter.delivered(delta.num_tokens)
                     if data := self._frames_of(delta):
                         yield data
             self._meter.ended(generation.outcome)
@@ -189,7 +191,8 @@ class FrameStream:
 class FrameResponse(EventSourceResponse):
     """Sends frames; keep-alive comments in between; whatever ends it also ends the generation.
 
-    A reader that takes nothing for `send_timeout_s` is left.
+    A reader that takes nothing for `send_timeout_s` is left. One watch looks for that a few times in this span: a
+    timer for each of many small sends would cost more than the sends.
     """
 
     def __init__(
@@ -200,23 +203,54 @@ class FrameResponse(EventSourceResponse):
         keepalive_s: float,
         send_timeout_s: float,
     ) -> None:
+        self._frames = stream.frames()
         super().__init__(  # pyright: ignore[reportUnknownMemberType] - a bare dict in its types
-            stream.frames(),
+            self._frames,
             ping=keepalive_s,
             ping_message_factory=_keep_alive,
+            data_sender_callable=self._watch_sends,
             send_timeout=send_timeout_s,
             sep="\n",
         )
         self._generation = generation
+        self._send_timeout_s = send_timeout_s
+        self._pending_since_s: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         except SendTimeoutError:
-            _log.warning("a reader stalled for %.0f s and was left", self.send_timeout)
+            _log.warning("a reader stalled for %.0f s and was left", self._send_timeout_s)
         finally:
             # Frames that were never asked for leave their generator's own clean-up unrun.
             self._generation.close()
+
+    async def _stream_response(self, send: Send) -> None:
+        """The library's loop without its timer around each send."""
+        await send(
+            {
+                "type": "http.response.start",
+                "status": self.status_code,
+                "headers": self.raw_headers,
+            }
+        )
+        async with aclosing(self._frames) as frames:
+            async for data in frames:
+                self._pending_since_s = time.monotonic()
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+                self._pending_since_s = None
+        # The lock keeps a keep-alive comment from coming behind the end.
+        async with self._send_lock:
+            self.active = False
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _watch_sends(self) -> None:
+        """Raises SendTimeoutError, which ends the response's other tasks."""
+        while self.active:
+            await asyncio.sleep(self._send_timeout_s / 4)
+            since_s = self._pending_since_s
+            if since_s is not None and time.monotonic() - since_s >= self._send_timeout_s:
+                raise SendTimeoutError
 
 
 def _keep_alive() -> ServerSentEvent:

@@ -39,6 +39,11 @@ class Live:
     task: asyncio.Task[int]
 
     @property
+    def address(self) -> tuple[str, int]:
+        host, port = self.url.removeprefix("http://").split(":")
+        return host, int(port)
+
+    @property
     def busy_slots(self) -> int:
         return sum(slot.request_id is not None for slot in self.scheduler.stats().slots)
 
@@ -105,6 +110,6 @@ async def live_server(
         await task
 
 
-def chat_body(content: str = "Hello", **fields: object) -> dict[str, object]:
+def chat_body(content: object = "Hello", **fields: object) -> dict[str, object]:
     """A small chat request."""
     return {"model": MODEL, "messages": [{"role": "user", "content": content}], **fields}

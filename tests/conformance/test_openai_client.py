@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import httpx
 import openai
 import pytest
 
@@ -21,9 +20,7 @@ MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Hello
 
 
 def client_of(live: Live, key: str = "none") -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(
-        base_url=f"{live.url}/v1", api_key=key, max_retries=0, http_client=httpx.AsyncClient()
-    )
+    return openai.AsyncOpenAI(base_url=f"{live.url}/v1", api_key=key, max_retries=0)
 
 
 async def test_chat_whole_and_streamed() -> None:

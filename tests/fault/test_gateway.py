@@ -36,7 +36,7 @@ def endless(**fields: object) -> dict[str, object]:
 async def raw_post(live: Live, body: dict[str, object]) -> socket.socket:
     """A request on a bare socket, so that leaving is abrupt."""
     content = json.dumps(body).encode()
-    connection = socket.create_connection(live.url.removeprefix("http://").split(":"))
+    connection = socket.create_connection(live.address)
     connection.sendall(
         b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         b"Authorization: Bearer key\r\nOrigin: https://chat.example\r\n"
@@ -99,9 +99,7 @@ async def test_a_reader_that_stalls_is_left() -> None:
     async with live_server(FakeScript(), config=config) as live:
         connection = socket.socket()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.connect(
-            (live.url.removeprefix("http://").split(":")[0], int(live.url.split(":")[2]))
-        )
+        connection.connect(live.address)
         body = json.dumps(endless(stream=True, logprobs=True, top_logprobs=20, n=4)).encode()
         connection.sendall(
             b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
