@@ -41,6 +41,8 @@ class Acceptance:
 
     def observe(self, *, max_draft: int, num_drafted: int, num_accepted: int) -> Acceptance:
         """Counts after one more decode step."""
+        if max_draft == 0:
+            return self
         depths = range(1, MAX_SPEC + 1)
         allowed = [depth <= max_draft for depth in depths]
         tried = [depth <= max_draft and num_accepted >= depth - 1 for depth in depths]

@@ -171,7 +171,10 @@ class _Pipe:
         try:
             self._writer.write(encode(message))
             await self._writer.drain()
-        except OSError:
+        except (
+            OSError,
+            RuntimeError,
+        ):  # RuntimeError: how uvloop says that the transport is closed
             raise EngineDead(await self._cause_of_death()) from None
 
     async def wait_dead(self) -> str:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from scheduler.errors import Draining, EngineStartFailed, EngineUnavailable, RequestTooLong
+from scheduler.errors import (
+    Draining,
+    EngineDead,
+    EngineStartFailed,
+    EngineUnavailable,
+    RequestTooLong,
+)
 from scheduler.loop import SchedulerLoop
 from scheduler.roster import Roster
 from scheduler.stats import Counters, EngineState, SchedulerStats
@@ -18,6 +25,8 @@ if TYPE_CHECKING:
     from scheduler.config import SchedulerConfig
     from scheduler.handle import RequestHandle
     from scheduler.messages import GenerateRequest
+
+_LOG = logging.getLogger(__name__)
 
 
 class Scheduler:
@@ -129,19 +138,27 @@ class Scheduler:
         )
 
     async def _run(self, engine: EngineSupervisor, started: asyncio.Future[None]) -> None:
-        """Owner of the two long-lived tasks: the supervisor, then the loop beside it."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(engine.run(), name="engine supervisor")
-            try:
-                info = await engine.started
-            except EngineStartFailed as error:
-                started.set_exception(error)
-                return
-            roster = Roster(self._config, info, self._clock)
-            loop = SchedulerLoop(roster, engine, self._clock)
-            self._roster, self._loop = roster, loop
-            started.set_result(None)
-            await loop.run()
+        """Owner of the two long-lived tasks; should one of them fail, nobody is left waiting."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(engine.run(), name="engine supervisor")
+                try:
+                    info = await engine.started
+                except EngineStartFailed as error:
+                    started.set_exception(error)
+                    return
+                roster = Roster(self._config, info, self._clock)
+                loop = SchedulerLoop(roster, engine, self._clock)
+                self._roster, self._loop = roster, loop
+                started.set_result(None)
+                await loop.run()
+        except ExceptionGroup as errors:
+            if not started.done():
+                raise
+            _LOG.critical("the scheduler failed", exc_info=errors)
+            self.fatal.set()
+            if self._roster is not None:
+                self._roster.fail_all(EngineDead("the scheduler failed"))
 
     async def _end(self, task: asyncio.Task[None]) -> None:
         """Close the engine; when this is cancelled, kill it."""

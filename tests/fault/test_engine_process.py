@@ -324,3 +324,38 @@ def test_the_scheduler_and_the_scripted_engine_import_no_torch() -> None:
         "sys.exit(any(name.split('.')[0] == 'torch' for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+UVLOOP_LIFE = """
+import asyncio, os, signal, uvloop
+from scheduler.factory import build_scheduler
+from tests.factories import collect, make_request, wait_until
+from tests.fault.test_engine_process import SLOW, config, engine_pid
+
+async def main():
+    scheduler = build_scheduler(config(SLOW))
+    await scheduler.start()
+    handle = scheduler.submit(make_request(max_tokens=1000))
+    await anext(handle)
+    os.kill(engine_pid(scheduler), signal.SIGKILL)
+    print((await collect(handle)).last.error)
+    await wait_until(lambda: scheduler.ready)
+    print((await collect(scheduler.submit(make_request()))).last.reason)
+    await scheduler.stop(0.0)
+    print(scheduler.engine_state)
+
+asyncio.Runner(loop_factory=uvloop.new_event_loop).run(main())
+"""
+
+
+def test_the_engine_process_works_under_uvloop() -> None:
+    """The server's own loop, which watches children in its own way."""
+    pytest.importorskip("uvloop")
+    life = subprocess.run(
+        [sys.executable, "-c", UVLOOP_LIFE], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    assert life.stdout.splitlines() == [
+        "the engine process was ended by SIGKILL",
+        "length",
+        "closed",
+    ]

@@ -71,6 +71,12 @@ def test_one_good_slot_does_not_drag_a_poor_one_along() -> None:
     assert depths[1] == 0
 
 
+def test_a_chain_has_no_gaps() -> None:
+    """Draft 2 would be worth its row, but there is none without draft 1."""
+    steep = DraftBid(cap=2, survival=(0.3, 0.05, 0.0, 0.0), reach=(1.0, 0.05, 0.0, 0.0))
+    assert choose_depths((steep,), costs(base_s=0.001, row_s=0.002)) == (0,)
+
+
 def test_exploring_goes_to_the_cap() -> None:
     dear = costs(base_s=0.001, row_s=0.1)
     assert choose_depths((bid(0.1, cap=3, explore=True), bid(0.1)), dear) == (3, 0)

@@ -23,19 +23,21 @@ from scheduler.errors import (
     SlotFailed,
 )
 from scheduler.messages import Failed, Finished, FinishReason, Tokens
+from scheduler.service import Scheduler
 from scheduler.stats import EngineState, Outcome
+from scheduler.supervisor import EngineLink
 from tests.factories import (
     FAST_SUPERVISION,
     FakeClock,
     collect,
     expected_ids,
+    launch_in_process,
     make_request,
     make_scheduler,
     wait_until,
 )
 
 if TYPE_CHECKING:
-    from scheduler.service import Scheduler
 
 SLOW = FakeScript(decode_s=0.02, accepted=())
 """About 50 tokens a second and sequence."""
@@ -317,6 +319,46 @@ async def test_repeated_deaths_are_fatal() -> None:
         with pytest.raises(EngineUnavailable):
             scheduler.submit(make_request())
         assert scheduler.stats().restarts == 2
+
+
+async def test_a_scheduler_that_fails_itself_leaves_nobody_waiting() -> None:
+    launches = 0
+
+    async def launch() -> EngineLink:
+        nonlocal launches
+        launches += 1
+        if launches == 2:
+            raise RuntimeError("nobody foresaw this")
+        return await launch_in_process(SLOW)
+
+    scheduler = Scheduler(SchedulerConfig(supervision=FAST_SUPERVISION), launch)
+    async with running(scheduler):
+        assert scheduler._engine is not None
+        handle = scheduler.submit(make_request(max_tokens=500))
+        await anext(handle)
+        scheduler._engine.kill()
+        last = (await collect(handle)).last
+        assert isinstance(last, Failed) and isinstance(last.error, EngineDead)
+        await asyncio.wait_for(scheduler.fatal.wait(), 2.0)
+        with pytest.raises(EngineUnavailable):
+            scheduler.submit(make_request())
+
+
+async def test_a_contradiction_restarts_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(make_scheduler()) as scheduler:
+        roster = scheduler._roster
+        assert roster is not None
+
+        def contradict() -> None:
+            monkeypatch.undo()
+            raise AssertionError("what cannot be")
+
+        monkeypatch.setattr(roster, "seat_waiting", contradict)
+        last = (await collect(scheduler.submit(make_request()))).last
+        assert isinstance(last, Failed) and "what cannot be" in str(last.error)
+        await wait_until(lambda: scheduler.ready)
+        assert isinstance((await collect(scheduler.submit(make_request()))).last, Finished)
+        assert scheduler.stats().restarts == 1
 
 
 async def test_deadlines_end_waiting_and_running_requests(clock: FakeClock) -> None:
