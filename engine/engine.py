@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -19,10 +19,12 @@ from engine.config import EngineConfig, model_path
 from engine.errors import ConfigMismatch, PlanError
 from engine.interface import (
     MAX_SPEC,
+    PAGE_TOKENS,
     DecodeStep,
     EngineInfo,
     PlanItem,
     PrefillChunk,
+    Resume,
     SamplingParams,
     SlotFailure,
     SlotStart,
@@ -36,6 +38,7 @@ from engine.linear import MAX_WINDOW_ROWS, MAX_WINDOW_SLOTS
 from engine.loader import LoadedModel, ModelLoader
 from engine.memory_plan import MemoryPlan, make_plan
 from engine.model_spec import ModelSpec
+from engine.parked import CheckpointMark, ParkedStates
 from engine.sampling import Picker, PickRow, TokenHistory, row_logprobs
 from engine.state import FP32_STATE, Rows, SlotState, key_capacity, state_shapes
 from engine.weights import Checkpoint
@@ -99,7 +102,12 @@ class TorchEngine:
         self._draft_layer = model.draft
         self._state = state
         self._picker = picker
-        self._info = info
+        self._parked = ParkedStates(state)
+        self._info = replace(
+            info,
+            page_bytes=self._parked.page_bytes,
+            checkpoint_bytes=self._parked.checkpoint_bytes,
+        )
         self._device = state.device
         self._slots: list[SlotSequence | None] = [None] * info.num_slots
         self._unverified: _Verified | None = None
@@ -117,6 +125,7 @@ class TorchEngine:
     def run_window(self, plan: WindowPlan) -> WindowResult:
         """Run one window. Raises PlanError, before anything is run, for a plan that contradicts the slots' state."""
         self._check(plan)
+        self._park(plan)
         for start in plan.starts:
             self._begin(start)
         began = time.perf_counter()
@@ -140,11 +149,12 @@ class TorchEngine:
     # Checks
 
     def _check(self, plan: WindowPlan) -> None:
-        starting = {start.slot for start in plan.starts}
+        starting = {start.slot: start for start in plan.starts}
         if len(starting) != len(plan.starts):
             raise PlanError("a slot is started twice in one plan")
+        self._check_parking(plan)
         for start in plan.starts:
-            self._check_slot(start.slot)
+            self._check_start(start)
         used = [work.slot for work in (*plan.chunks, *plan.decodes)]
         if len(set(used)) != len(used):
             raise PlanError(f"a slot has two kinds of work in one plan: slots {used}")
@@ -157,14 +167,67 @@ class TorchEngine:
         if not 0 <= slot < self._info.num_slots:
             raise PlanError(f"slot {slot}: required 0 to {self._info.num_slots - 1}")
 
-    def _check_chunk(self, chunk: PrefillChunk, starting: set[int]) -> None:
+    def _check_parking(self, plan: WindowPlan) -> None:
+        parked = self._parked
+        for page_id in plan.drop_page_ids:
+            if not parked.has_page(page_id):
+                raise PlanError(f"page {page_id}: no such page is parked")
+        for checkpoint_id in plan.drop_checkpoint_ids:
+            parked.mark(checkpoint_id)
+        new_checkpoints = [s.checkpoint_id for s in plan.suspends]
+        new_checkpoints += [c.checkpoint_id for c in plan.chunks if c.checkpoint_id is not None]
+        taken = [i for i in new_checkpoints if parked.has_checkpoint(i)]
+        if taken or len(set(new_checkpoints)) != len(new_checkpoints):
+            raise PlanError(f"checkpoints {new_checkpoints}: required new ids, each once")
+        new_pages = [save.page_id for save in plan.saves]
+        if len(set(new_pages)) != len(new_pages) or any(map(parked.has_page, new_pages)):
+            raise PlanError(f"pages {new_pages}: required new ids, each once")
+        for suspend in plan.suspends:
+            sequence = self._sequence(suspend.slot)
+            if len(sequence.ids) != sequence.num_computed + 1:
+                raise PlanError(f"slot {suspend.slot}: suspended before its prompt was read")
+        for save in plan.saves:
+            computed = self._sequence(save.slot).num_computed
+            if not 0 <= save.index * PAGE_TOKENS < computed:
+                raise PlanError(
+                    f"slot {save.slot}: page {save.index} saved, required to begin below {computed} tokens"
+                )
+
+    def _check_start(self, start: SlotStart) -> None:
+        self._check_slot(start.slot)
+        resume = start.resume
+        if resume is None:
+            return
+        mark = self._parked.mark(resume.checkpoint_id)
+        needed = -(-mark.num_computed // PAGE_TOKENS)
+        if len(resume.page_ids) != needed:
+            raise PlanError(
+                f"slot {start.slot}: {len(resume.page_ids)} pages, required {needed} for {mark.num_computed} tokens"
+            )
+        missing = [i for i in resume.page_ids if not self._parked.has_page(i)]
+        if missing:
+            raise PlanError(f"slot {start.slot}: pages {missing} are not parked")
+        required = mark.num_computed + (1 if resume.num_output else 0)
+        if len(resume.token_ids) != required:
+            raise PlanError(
+                f"slot {start.slot}: {len(resume.token_ids)} token ids resumed, required {required}"
+            )
+
+    def _known(self, slot: int, starting: Mapping[int, SlotStart]) -> tuple[int, int]:
+        """Known ids and computed positions that a slot will have once the plan's starts are applied."""
+        if slot not in starting:
+            sequence = self._sequence(slot)
+            return len(sequence.ids), sequence.num_computed
+        resume = starting[slot].resume
+        if resume is None:
+            return 0, 0
+        return len(resume.token_ids), self._parked.mark(resume.checkpoint_id).num_computed
+
+    def _check_chunk(self, chunk: PrefillChunk, starting: Mapping[int, SlotStart]) -> None:
         self._check_slot(chunk.slot)
-        computed = 0
-        if chunk.slot not in starting:
-            sequence = self._sequence(chunk.slot)
-            computed = sequence.num_computed
-            if len(sequence.ids) != computed:
-                raise PlanError(f"slot {chunk.slot}: a chunk for a sequence that is decoding")
+        known, computed = self._known(chunk.slot, starting)
+        if known != computed:
+            raise PlanError(f"slot {chunk.slot}: a chunk for a sequence that is decoding")
         if chunk.start != computed:
             raise PlanError(
                 f"slot {chunk.slot}: chunk starts at {chunk.start}, required {computed}"
@@ -180,20 +243,18 @@ class TorchEngine:
                 f"required 0 to {self._spec.vocab_size - 1}"
             )
 
-    def _check_decode(self, step: DecodeStep, starting: set[int]) -> None:
+    def _check_decode(self, step: DecodeStep, starting: Mapping[int, SlotStart]) -> None:
         self._check_slot(step.slot)
-        if step.slot in starting:
-            raise PlanError(f"slot {step.slot}: a decode step for a sequence that just started")
-        sequence = self._sequence(step.slot)
-        if len(sequence.ids) != sequence.num_computed + 1:
+        known, computed = self._known(step.slot, starting)
+        if known != computed + 1:
             raise PlanError(f"slot {step.slot}: a decode step before the prompt was read")
         if not 0 <= step.max_draft <= self._info.max_draft:
             raise PlanError(
                 f"slot {step.slot}: max_draft {step.max_draft}, required 0 to {self._info.max_draft}"
             )
-        if len(sequence.ids) + step.max_draft >= self._info.max_context + 1:
+        if known + step.max_draft > self._info.max_context:
             raise PlanError(
-                f"slot {step.slot}: {len(sequence.ids)} tokens and {step.max_draft} drafts, "
+                f"slot {step.slot}: {known} tokens and {step.max_draft} drafts, "
                 f"required at most {self._info.max_context} in all"
             )
 
@@ -210,13 +271,52 @@ class TorchEngine:
         history = None
         if TokenHistory.needed(params):
             history = TokenHistory.empty(self._spec.vocab_size, self._device)
-        self._state.begin(start.slot)
-        self._slots[start.slot] = SlotSequence(
+        sequence = SlotSequence(
             params=params,
             uses_drafts=start.uses_drafts and self._draft_layer is not None,
             history=history,
             stop_ids=frozenset(params.stop_token_ids),
         )
+        self._slots[start.slot] = sequence
+        if start.resume is None:
+            self._state.begin(start.slot)
+        else:
+            self._resume(start.slot, sequence, start.resume)
+
+    def _resume(self, slot: int, sequence: SlotSequence, resume: Resume) -> None:
+        for index, page_id in enumerate(resume.page_ids):
+            self._parked.load_page(page_id, slot, index)
+        mark = self._parked.load_checkpoint(resume.checkpoint_id, slot)
+        sequence.ids = list(resume.token_ids)
+        sequence.num_computed = mark.num_computed
+        # Without cells of its own the draft layer starts here, over cells it never reads well: drafts only.
+        cells = mark.num_draft_cells
+        sequence.num_draft_cells = mark.num_computed if cells is None else cells
+        sequence.num_output = resume.num_output
+        if sequence.history is not None:
+            first_output = len(sequence.ids) - resume.num_output
+            sequence.history.add_prompt(sequence.ids[:first_output])
+            sequence.history.add_output(sequence.ids[first_output:])
+
+    # Parking
+
+    def _park(self, plan: WindowPlan) -> None:
+        for page_id in plan.drop_page_ids:
+            self._parked.drop_page(page_id)
+        for checkpoint_id in plan.drop_checkpoint_ids:
+            self._parked.drop_checkpoint(checkpoint_id)
+        for suspend in plan.suspends:
+            self._save_checkpoint(suspend.checkpoint_id, suspend.slot)
+        for save in plan.saves:
+            self._parked.save_page(save.page_id, save.slot, save.index)
+
+    def _save_checkpoint(self, checkpoint_id: int, slot: int) -> None:
+        sequence = self._sequence(slot)
+        mark = CheckpointMark(
+            num_computed=sequence.num_computed,
+            num_draft_cells=sequence.num_draft_cells if sequence.uses_drafts else None,
+        )
+        self._parked.save_checkpoint(checkpoint_id, slot, mark)
 
     def _read_chunk(
         self, chunk: PrefillChunk, tokens: list[SlotTokens], failures: list[SlotFailure]
@@ -225,6 +325,8 @@ class TorchEngine:
         if sequence.history is not None:
             sequence.history.add_prompt(chunk.token_ids)
         streams = self._advance(chunk.slot, chunk.token_ids)
+        if chunk.checkpoint_id is not None:
+            self._save_checkpoint(chunk.checkpoint_id, chunk.slot)
         if not chunk.is_last:
             return
         logits = self._trunk.logits(streams[-1:])

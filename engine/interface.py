@@ -12,6 +12,9 @@ from typing import Protocol
 MAX_SPEC = 4
 """Longest draft chain: a verify window has at most MAX_SPEC + 1 rows per slot (product.md D1)."""
 
+PAGE_TOKENS = 64
+"""Positions of one parked page."""
+
 MAX_TOP_LOGPROBS = 20
 """Most alternatives a row may report."""
 
@@ -51,11 +54,28 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """Parked state to begin from: a checkpoint and the pages below its position.
+
+    After a checkpoint of a prompt piece, token_ids are the ids of its positions and the next work is a chunk. After a
+    checkpoint of a suspended sequence they also hold its last picked id, num_output of them are output, and the next
+    work is a decode step.
+    """
+
+    checkpoint_id: int
+    page_ids: tuple[int, ...]
+    """One per PAGE_TOKENS positions, in order; the last may be partly filled."""
+    token_ids: tuple[int, ...]
+    num_output: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SlotStart:
-    """Seat a new sequence at position 0 of a free slot: clears its state."""
+    """Seat a sequence in a slot, clearing what was there: a new one at position 0, or a parked one."""
 
     slot: int
     sampling: SamplingParams
+    resume: Resume | None = None
     uses_drafts: bool = True
     """False spares the draft layer's cells for a sequence that will never draft."""
 
@@ -72,6 +92,8 @@ class PrefillChunk:
     start: int
     token_ids: tuple[int, ...]
     is_last: bool
+    checkpoint_id: int | None = None
+    """Keep the running state after this piece under a new id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,12 +110,34 @@ class DecodeStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WindowPlan:
-    """One call's work. A slot appears at most once in chunks + decodes; starts are applied first.
+class Suspend:
+    """Keep a decoding sequence's running state under a new id, so that it can go on later as if never stopped."""
 
-    Chunks are read one after the other, each by itself, then all decodes run as one batch.
+    slot: int
+    checkpoint_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavePage:
+    """Keep the slot's cells [index * PAGE_TOKENS, (index + 1) * PAGE_TOKENS) under a new id."""
+
+    slot: int
+    page_id: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowPlan:
+    """One call's work. A slot appears at most once in chunks + decodes.
+
+    In this order: parked pages and checkpoints are dropped, sequences suspended, pages saved, sequences started, chunks
+    read one after the other, each by itself, and all decodes run as one batch.
     """
 
+    drop_page_ids: tuple[int, ...] = ()
+    drop_checkpoint_ids: tuple[int, ...] = ()
+    suspends: tuple[Suspend, ...] = ()
+    saves: tuple[SavePage, ...] = ()
     starts: tuple[SlotStart, ...] = ()
     chunks: tuple[PrefillChunk, ...] = ()
     decodes: tuple[DecodeStep, ...] = ()
@@ -180,6 +224,10 @@ class EngineInfo:
     """Which arithmetic was chosen at start, one readable line."""
     load_s: float
     memory_plan: tuple[PlanItem, ...]
+    page_bytes: int = 0
+    """Host bytes of a parked page."""
+    checkpoint_bytes: int = 0
+    """Host bytes of a parked checkpoint."""
 
 
 class Engine(Protocol):

@@ -14,6 +14,8 @@ _MASK64 = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
 _PLE_SEED_STRIDE = 10007
 _SIGMOID_GATE = "sigmoid"
+_BLOCK_TOKENS = (1, 2, 4, 8)
+"""Blocks that fit a page a whole number of times, and the ring of raw index keys beside a window."""
 _GATES = (_SIGMOID_GATE, "silu")
 
 
@@ -329,6 +331,10 @@ def _qsa(text: _Keys) -> QsaSpec:
         raise ConfigMismatch(
             f"num_attention_heads: found {spec.num_heads}, "
             f"required a multiple of num_key_value_heads {spec.num_kv_heads}"
+        )
+    if spec.block_tokens not in _BLOCK_TOKENS:
+        raise ConfigMismatch(
+            f"indexer_compress_ratio: found {spec.block_tokens}, required one of {_BLOCK_TOKENS}"
         )
     if spec.budget_tokens % spec.block_tokens:
         raise ConfigMismatch(

@@ -51,11 +51,11 @@ class TokenHistory:
 
     def add_prompt(self, ids: Sequence[int]) -> None:
         """Record prompt ids."""
-        self.seen[torch.tensor(ids, device=self.seen.device)] = True
+        self.seen[torch.tensor(ids, dtype=torch.int64, device=self.seen.device)] = True
 
     def add_output(self, ids: Sequence[int]) -> None:
         """Record output ids."""
-        at = torch.tensor(ids, device=self.seen.device)
+        at = torch.tensor(ids, dtype=torch.int64, device=self.seen.device)
         self.seen[at] = True
         self.counts.index_add_(0, at, torch.ones_like(at, dtype=torch.float32))
 

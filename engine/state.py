@@ -172,6 +172,7 @@ class SlotState:
         self.pending = make("pending")
         self.conv_history = spec.gdn.conv_width - 1
         self.ple_history = spec.ple.history_rows if spec.ple else 0
+        self.block_tokens = spec.qsa.block_tokens
 
     def begin(self, slot: int) -> None:
         """Make a slot fresh. K/V need no clearing: what lies beyond a sequence's length is never read."""

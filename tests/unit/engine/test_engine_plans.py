@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -54,7 +52,7 @@ def seat_decoding(engine: TorchEngine, slot: int, prompt: int = 4) -> None:
         (WindowPlan(starts=(start(2),), chunks=(chunk(2, 1, 2),)), "starts at 1, required 0"),
         (WindowPlan(chunks=(chunk(3, 0, 2),)), "slot 3: no sequence was started"),
         (WindowPlan(decodes=(decode(3),)), "slot 3: no sequence was started"),
-        (WindowPlan(starts=(start(2),), decodes=(decode(2),)), "that just started"),
+        (WindowPlan(starts=(start(2),), decodes=(decode(2),)), "before the prompt was read"),
         (WindowPlan(decodes=(decode(1), decode(1))), "two kinds of work"),
         (WindowPlan(decodes=(decode(1, 4),)), "max_draft 4, required 0 to 3"),
         (WindowPlan(decodes=(decode(1, -1),)), "max_draft -1, required"),

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.reference.model import ReferenceModel
+from engine.reference.model import ReferenceModel, decoder_layer, last_row_of_attention_layer
 from engine.reference.mtp import draft_chain, draft_logits, greedy_pick
+from engine.reference.weights import under
 
 HIDDEN, STREAMS, VOCAB = 8, 2, 23
 
@@ -133,6 +134,15 @@ def test_cells_of_the_chain_are_not_those_of_the_trunk() -> None:
     drafted = draft_logits(model, IDS, streams[:-2], [6, 7])[-1]
     committed = draft_logits(model, [*IDS, 6, 7], streams)[-1]
     assert not torch.allclose(drafted, committed, atol=1e-2)
+
+
+def test_the_last_row_alone_is_the_last_row_of_the_layer() -> None:
+    model, streams = random_model(), random_streams(19)
+    layer = under(model.mtp, "layers.0")
+    whole = decoder_layer(streams, layer, model.config, is_attention=True)
+    torch.testing.assert_close(
+        last_row_of_attention_layer(streams, layer, model.config), whole[-1:]
+    )
 
 
 def test_rows_of_streams_must_fit_the_ids() -> None:
