@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,7 @@ from scheduler.errors import EngineStartFailed
 from scheduler.factory import build_scheduler
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import FrameType
 
     from starlette.applications import Starlette
@@ -62,6 +63,8 @@ def run_server(config: AppConfig, version: str) -> int:
         return EXIT_USAGE
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except asyncio.CancelledError:
+        return 128 + signal.SIGTERM
 
 
 def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
@@ -74,11 +77,12 @@ def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
 
 async def _serve(config: AppConfig, version: str) -> int:
     started_s = time.monotonic()
-    listener = listen(config.gateway)
+    listener = take_address(config.gateway)
     try:
         files = load_model_files(model_path(config.scheduler.engine.model))
         scheduler = build_scheduler(with_turn_token(config.scheduler, files))
-        await scheduler.start()
+        with _cancelled_by(signal.SIGTERM):
+            await scheduler.start()
     except BaseException:
         listener.close()
         raise
@@ -94,6 +98,18 @@ async def _serve(config: AppConfig, version: str) -> int:
         return await server.run(listener)
     finally:
         await scheduler.stop(0.0)
+
+
+@contextmanager
+def _cancelled_by(sig: signal.Signals) -> Iterator[None]:
+    """A signal ends the current task as an interrupt from the keyboard does, so that what it started is cleaned up."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    loop.add_signal_handler(sig, task.cancel)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(sig)
 
 
 def with_turn_token(config: SchedulerConfig, files: ModelFiles) -> SchedulerConfig:
@@ -123,8 +139,11 @@ def build_service(
     )
 
 
-def listen(config: GatewayConfig) -> socket.socket:
-    """Take the address before anything slow happens. Raises ConfigError naming it."""
+def take_address(config: GatewayConfig) -> socket.socket:
+    """Take the address before anything slow happens; clients are let in when the server is ready.
+
+    Raises ConfigError naming it.
+    """
     try:
         family, kind, _, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -133,7 +152,6 @@ def listen(config: GatewayConfig) -> socket.socket:
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
-            listener.listen(2048)
         except OSError:
             listener.close()
             raise
