@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,6 @@ from engine.reference.moe import mixture_of_experts
 from engine.reference.ple import per_layer_embedding
 from engine.reference.qsa import sparse_attention
 from engine.reference.weights import Weights, as_float32, text_weights, under
-
-Sublayer = Callable[[Tensor, Weights, ReferenceConfig], Tensor]
 
 
 class ReferenceModel:
@@ -53,25 +51,25 @@ def decoder_layer(
     streams: Tensor, layer: Weights, config: ReferenceConfig, is_attention: bool
 ) -> Tensor:
     """Mix tokens, then mix channels, each read from and injected into the streams [T, hc*H]."""
+    hyper = under(layer, "attn_hyper_connection")
+    u = residual.read(streams, hyper, config)
     if is_attention:
-        mixing: Sublayer = sparse_attention
-        name = "self_attn"
+        output = sparse_attention(u, under(layer, "self_attn"), config)
     else:
-        mixing, name = gated_delta_net, "linear_attn"
-    streams = _sublayer(
-        streams, mixing, under(layer, name), under(layer, "attn_hyper_connection"), config
-    )
-    return _sublayer(
-        streams,
-        mixture_of_experts,
-        under(layer, "mlp"),
-        under(layer, "mlp_hyper_connection"),
-        config,
-    )
+        output = gated_delta_net(u, under(layer, "linear_attn"), config)
+    return mix_channels(residual.inject(streams, output, hyper, config), layer, config)
 
 
-def _sublayer(
-    streams: Tensor, sublayer: Sublayer, weights: Weights, hyper: Weights, config: ReferenceConfig
-) -> Tensor:
-    output = sublayer(residual.read(streams, hyper, config), weights, config)
+def last_row_of_attention_layer(streams: Tensor, layer: Weights, config: ReferenceConfig) -> Tensor:
+    """What `decoder_layer` gives for the last row alone, of an attention layer. [T, hc*H] -> [1, hc*H]."""
+    hyper = under(layer, "attn_hyper_connection")
+    u = residual.read(streams, hyper, config)
+    output = sparse_attention(u, under(layer, "self_attn"), config, first_query=len(u) - 1)
+    return mix_channels(residual.inject(streams[-1:], output, hyper, config), layer, config)
+
+
+def mix_channels(streams: Tensor, layer: Weights, config: ReferenceConfig) -> Tensor:
+    """The layer's experts; no row sees another. streams [T, hc*H] -> [T, hc*H]."""
+    hyper = under(layer, "mlp_hyper_connection")
+    output = mixture_of_experts(residual.read(streams, hyper, config), under(layer, "mlp"), config)
     return residual.inject(streams, output, hyper, config)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.reference.model import ReferenceModel, decoder_layer
+from engine.reference.model import ReferenceModel, last_row_of_attention_layer
 from engine.reference.norm import zero_centred_rms
 from engine.reference.weights import under
 
@@ -35,9 +35,27 @@ def draft_logits(
 ) -> Tensor:
     """Logits of every step of a chain whose drafted tokens are given.
 
+    drafts: d1..dk, the tokens that follow ids. Returns [k + 1, V]; with n + 1 ids, row j is the distribution of the
+    token at position n + 1 + j. See draft_chain for the rest.
+    """
+    steps = draft_chain(
+        model,
+        ids,
+        streams,
+        len(drafts) + 1,
+        # The last step's own token leads nowhere.
+        lambda _, position: [*drafts, 0][position - len(ids)],
+    )
+    return torch.stack([step.logits for step in steps])
+
+
+def draft_chain(
+    model: ReferenceModel, ids: Sequence[int], streams: Tensor, num_drafts: int, pick: DraftPick
+) -> list[DraftStep]:
+    """The chain in which each step continues from the token picked by the one before.
+
     ids: the committed tokens 0..n, the last one sampled and not yet read by the trunk. streams [n, hc*H]: the
-    trunk's, of positions 0..n-1. drafts: d1..dk, the tokens that follow ids. Returns [k + 1, V]; row j is the
-    distribution of the token at position n + 1 + j.
+    trunk's, of positions 0..n-1.
 
     Cell i (RoPE position i) is made from id(i+1) and the trunk's streams at i; the cells behind the last trunk
     position are made from the drafted tokens and the draft layer's own streams. Every step selects its blocks afresh.
@@ -46,26 +64,15 @@ def draft_logits(
         raise ValueError(
             f"{len(ids)} ids need {len(ids) - 1} rows of streams, not {streams.shape[0]}"
         )
-    layer = under(model.mtp, "layers.0")
+    layer, mixer = under(model.mtp, "layers.0"), under(model.mtp, "hyper_connection_mixer")
     cells = draft_inputs(model, ids[1:], streams)
-    rows: list[Tensor] = []
-    for step in range(len(drafts) + 1):
-        own = decoder_layer(cells, layer, model.config, is_attention=True)[-1:]
-        rows.append(model.logits(own, under(model.mtp, "hyper_connection_mixer")))
-        if step < len(drafts):
-            cells = torch.cat((cells, draft_inputs(model, [drafts[step]], own)))
-    return torch.cat(rows)
-
-
-def draft_chain(
-    model: ReferenceModel, ids: Sequence[int], streams: Tensor, num_drafts: int, pick: DraftPick
-) -> list[DraftStep]:
-    """The chain in which each step continues from the token picked by the one before."""
     steps: list[DraftStep] = []
-    for _ in range(num_drafts):
-        drafts = [step.token_id for step in steps]
-        logits = draft_logits(model, ids, streams, drafts)[-1]
-        steps.append(DraftStep(token_id=pick(logits, len(ids) + len(drafts)), logits=logits))
+    for position in range(len(ids), len(ids) + num_drafts):
+        own = last_row_of_attention_layer(cells, layer, model.config)
+        logits = model.logits(own, mixer)[0]
+        token_id = pick(logits, position)
+        steps.append(DraftStep(token_id=token_id, logits=logits))
+        cells = torch.cat((cells, draft_inputs(model, [token_id], own)))
     return steps
 
 

@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from engine.reference.config import ReferenceConfig
 
 
-def sparse_attention(u: Tensor, weights: Weights, config: ReferenceConfig) -> Tensor:
-    """u [T, H] of positions 0..T-1 -> [T, H]."""
+def sparse_attention(
+    u: Tensor, weights: Weights, config: ReferenceConfig, first_query: int = 0
+) -> Tensor:
+    """u [T, H] of positions 0..T-1 -> [T - first_query, H], the output rows from first_query on."""
     num_tokens, head_dim = u.shape[0], config.head_dim
     eps, positions = config.rms_norm_eps, torch.arange(num_tokens)
     q, gate = (u @ weights["q_proj.weight"].T).view(num_tokens, -1, 2 * head_dim).chunk(2, -1)
@@ -30,22 +32,25 @@ def sparse_attention(u: Tensor, weights: Weights, config: ReferenceConfig) -> Te
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
 
     rows: list[Tensor] = []
-    for p, visible in enumerate(selected_positions(u, under(weights, "indexer"), config)):
+    indexer = under(weights, "indexer")
+    for p, visible in enumerate(selected_positions(u, indexer, config, first_query), first_query):
         scores = torch.einsum("nd,tnd->nt", q[p], k[visible]) / head_dim**0.5
         rows.append(torch.einsum("nt,tnd->nd", scores.softmax(-1), v[visible]))
-    attended = torch.stack(rows) * torch.sigmoid(gate)
+    attended = torch.stack(rows) * torch.sigmoid(gate[first_query:])
     return attended.flatten(1) @ weights["o_proj.weight"].T
 
 
-def selected_positions(u: Tensor, weights: Weights, config: ReferenceConfig) -> list[Tensor]:
-    """For each query, the positions it may attend to, ascending.
+def selected_positions(
+    u: Tensor, weights: Weights, config: ReferenceConfig, first_query: int = 0
+) -> list[Tensor]:
+    """For each query from first_query on, the positions it may attend to, ascending.
 
     Blocks with equal scores: the earlier one first.
     """
     ratio = config.indexer_compress_ratio
     budget_blocks = config.indexer_budget // ratio
     selected: list[Tensor] = []
-    for p, scores in enumerate(block_scores(u, weights, config)):
+    for p, scores in enumerate(block_scores(u, weights, config, first_query), first_query):
         order = torch.argsort(scores, descending=True, stable=True)
         blocks = order[:budget_blocks].sort().values
         tokens = (blocks[:, None] * ratio + torch.arange(ratio)).flatten()
@@ -54,8 +59,10 @@ def selected_positions(u: Tensor, weights: Weights, config: ReferenceConfig) -> 
     return selected
 
 
-def block_scores(u: Tensor, weights: Weights, config: ReferenceConfig) -> list[Tensor]:
-    """For each query at p, the score of each of its (p + 1) // ratio complete blocks."""
+def block_scores(
+    u: Tensor, weights: Weights, config: ReferenceConfig, first_query: int = 0
+) -> list[Tensor]:
+    """For each query at p >= first_query, the score of each of its (p + 1) // ratio complete blocks."""
     num_tokens, dim = u.shape[0], config.indexer_head_dim
     ratio, eps = config.indexer_compress_ratio, config.rms_norm_eps
     qk = (u @ weights["index_qk_proj.weight"].T).view(num_tokens, config.indexer_n_heads + 1, dim)
@@ -70,5 +77,5 @@ def block_scores(u: Tensor, weights: Weights, config: ReferenceConfig) -> list[T
     keys = rotate(pooled[:, None], first, config.rotary_dim, config.rope_theta)[:, 0]
     return [
         (queries[p] @ keys[: (p + 1) // ratio].T).relu().sum(0) / dim**0.5
-        for p in range(num_tokens)
+        for p in range(first_query, num_tokens)
     ]

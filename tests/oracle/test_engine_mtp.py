@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from tests.oracle.driver import Progress
 
 NAMES = sorted(tiny.GRID)
-NUM_TOKENS = 48
+NUM_TOKENS = 26
 
-HOT = SamplingParams(temperature=4.0, seed=99)
+HOT = SamplingParams(temperature=2.5, seed=99)
 """The shared noise decides most picks, so chains are accepted to any depth, and still fail now and then."""
 
 
@@ -75,7 +75,7 @@ def test_chains_of_a_hot_sequence(models: Models, name: str, length: int) -> Non
     """Prompt cells, catch-up cells and chain cells, within and beyond the budget."""
     job = Job(prompt=tiny.text(name)[:length], num_tokens=NUM_TOKENS, sampling=HOT, max_draft=4)
     counts = check_acceptance(models, name, generate(models.engine(name), job)[0])
-    assert len(set(counts)) > 2
+    assert len(set(counts)) > 1
 
 
 @pytest.mark.parametrize("max_draft", [1, 2, 3])
@@ -100,7 +100,7 @@ def test_the_gate_ends_a_chain_before_its_first_unlikely_draft(models: Models, n
         num_tokens=NUM_TOKENS,
         sampling=GREEDY,
         max_draft=4,
-        min_p=0.06,
+        min_p=6 / tiny.GRID[name].config().vocab_size,
     )
     progress = generate(models.engine(name), job)[0]
     check_acceptance(models, name, progress)
@@ -112,8 +112,8 @@ def test_chains_in_company(models: Models, name: str) -> None:
     jobs = [
         Job(
             prompt=tiny.text(name, slot)[: 7 + 19 * slot],
-            num_tokens=NUM_TOKENS - 5 * slot,
-            sampling=SamplingParams(temperature=4.0, seed=slot),
+            num_tokens=NUM_TOKENS - 3 * slot,
+            sampling=SamplingParams(temperature=2.5, seed=slot),
             max_draft=4 - slot,
             slot=slot,
             first_round=2 * slot,
@@ -130,10 +130,10 @@ def test_windows_without_drafts_keep_the_cells_of_the_draft_layer(
 ) -> None:
     """A sequence that decodes plainly for a while and drafts later has all its cells by then."""
     job = Job(
-        prompt=tiny.text(name)[:21], num_tokens=NUM_TOKENS, sampling=HOT, max_draft=4, draft_from=25
+        prompt=tiny.text(name)[:21], num_tokens=NUM_TOKENS, sampling=HOT, max_draft=4, draft_from=12
     )
     counts = check_acceptance(models, name, generate(models.engine(name), job)[0])
-    assert len(set(counts)) > 2
+    assert len(set(counts)) > 1
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, HOT], ids=["greedy", "hot"])

@@ -71,8 +71,10 @@ def test_texts_select_and_leave_no_choice_to_rounding(
     margins: list[float] = []
     block_scores = qsa.block_scores
 
-    def recording(u: Tensor, weights: Weights, config: ReferenceConfig) -> list[Tensor]:
-        rows = block_scores(u, weights, config)
+    def recording(
+        u: Tensor, weights: Weights, config: ReferenceConfig, first_query: int
+    ) -> list[Tensor]:
+        rows = block_scores(u, weights, config, first_query)
         for scores in rows:
             ranked = scores.sort(descending=True).values
             if len(ranked) > budget:
