@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -36,8 +35,6 @@ from tests.factories import (
     make_scheduler,
     wait_until,
 )
-
-if TYPE_CHECKING:
 
 SLOW = FakeScript(decode_s=0.02, accepted=())
 """About 50 tokens a second and sequence."""
