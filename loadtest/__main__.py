@@ -150,8 +150,9 @@ def main(
             options=dict(_option(text) for text in option or []),
             sample_metrics=metrics,
         )
-        if shape is Shape.TRACE and not any(c.start_s is not None for c in settings.conversations):
-            raise ValueError("a trace needs a --workload file whose lines have a 'timestamp'")
+        timed = [c for c in settings.conversations if c.start_s is not None]
+        if shape is Shape.TRACE and len(timed) < max(1, len(settings.conversations)):
+            raise ValueError("a trace needs a --workload file whose lines all have a 'timestamp'")
     except (ValueError, OSError, WorkloadError) as error:
         raise typer.BadParameter(str(error)) from error
 
