@@ -122,6 +122,8 @@ class FakeEngine:
             num_slots=script.num_slots,
             chunk_tokens=script.chunk_tokens,
             max_draft=script.max_draft,
+            page_bytes=0,
+            checkpoint_bytes=0,
             device="none",
             dtype="none",
             kernels="scripted tokens",
@@ -181,6 +183,9 @@ class FakeEngine:
         """Everything that the interface says about a plan; nothing has been changed when this raises."""
         if not plan.chunks and not plan.decodes:
             raise PlanError("the plan has neither chunks nor decode steps")
+        resumed = any(start.resume is not None for start in plan.starts)
+        if plan.suspends or plan.saves or resumed:
+            raise PlanError("the scripted engine parks nothing")
         num_slots = self._script.num_slots
         used = [item.slot for item in (*plan.chunks, *plan.decodes)]
         started = [start.slot for start in plan.starts]

@@ -18,6 +18,8 @@ _ACCEPTANCE_DECAY = 0.98
 _COST_DECAY = 0.99
 _PRIOR_ROW_SHARE = 0.05
 """Cost of one more row, as a share of a one-row window, until windows of different heights were seen."""
+_LONGEST_TIMES_EXPECTED = 2.0
+"""A time counts as at most so many times the expected one: other load on the machine says nothing about a row."""
 EXPLORE_EVERY = 16
 """Each so many steps a slot drafts as deep as it may, so that a depth once given up is measured again."""
 
@@ -80,7 +82,10 @@ def _rates(hits: Depths, tries: Depths, prior: Depths) -> Depths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowCosts:
-    """What windows were measured to cost: a least-squares line through (rows, verify seconds), seconds per draft."""
+    """What windows were measured to cost: a least-squares line through (rows, verify seconds), seconds per draft.
+
+    The line leans on the prior share of a row as if on so many windows that differ by one row.
+    """
 
     weight: float = 0.0
     sum_rows: float = 0.0
@@ -98,10 +103,11 @@ class WindowCosts:
     def row_s(self) -> float:
         """Verify seconds of one more row; never negative, never more than the mean per row."""
         mean_rows, mean_s = self.sum_rows / self.weight, self.sum_s / self.weight
+        prior_s = _PRIOR_ROW_SHARE * mean_s / (1.0 + _PRIOR_ROW_SHARE * mean_rows)
         variance = self.sum_rows_squared / self.weight - mean_rows**2
-        if variance < 0.25:
-            return _PRIOR_ROW_SHARE * mean_s / (1.0 + _PRIOR_ROW_SHARE * mean_rows)
-        slope = (self.sum_rows_s / self.weight - mean_rows * mean_s) / variance
+        covariance = self.sum_rows_s / self.weight - mean_rows * mean_s
+        lean = _PRIOR_WEIGHT / self.weight
+        slope = (covariance + lean * prior_s) / (variance + lean)
         return min(max(slope, 0.0), mean_s / mean_rows)
 
     @property
@@ -116,20 +122,26 @@ class WindowCosts:
 
     def observe(self, *, num_rows: int, num_draft_steps: int, times: WindowTimes) -> WindowCosts:
         """Costs after one more window with decode steps, in which the draft layer ran num_draft_steps times."""
+        verify_s, draft_s = times.verify_s, times.draft_s
+        if self.is_measured:
+            expected_s = self.base_s + self.row_s * num_rows
+            verify_s = min(verify_s, _LONGEST_TIMES_EXPECTED * expected_s)
+        if self.draft_s > 0.0:
+            draft_s = min(draft_s, _LONGEST_TIMES_EXPECTED * self.draft_s * num_draft_steps)
         costs = replace(
             self,
             weight=self.weight * _COST_DECAY + 1.0,
             sum_rows=self.sum_rows * _COST_DECAY + num_rows,
             sum_rows_squared=self.sum_rows_squared * _COST_DECAY + num_rows**2,
-            sum_s=self.sum_s * _COST_DECAY + times.verify_s,
-            sum_rows_s=self.sum_rows_s * _COST_DECAY + num_rows * times.verify_s,
+            sum_s=self.sum_s * _COST_DECAY + verify_s,
+            sum_rows_s=self.sum_rows_s * _COST_DECAY + num_rows * verify_s,
         )
         if num_draft_steps == 0:
             return costs
         return replace(
             costs,
             draft_weight=self.draft_weight * _COST_DECAY + num_draft_steps,
-            sum_draft_s=self.sum_draft_s * _COST_DECAY + times.draft_s,
+            sum_draft_s=self.sum_draft_s * _COST_DECAY + draft_s,
         )
 
 

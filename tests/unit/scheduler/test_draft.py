@@ -13,7 +13,7 @@ from scheduler.draft import Acceptance, DraftBid, WindowCosts, choose_depths
 def costs(*, base_s: float, row_s: float, draft_s: float = 0.0) -> WindowCosts:
     """Costs after windows of 1 to 20 rows that obey the line exactly."""
     measured = WindowCosts()
-    for rows in (1, 5, 10, 20, 3, 7):
+    for rows in (1, 5, 10, 20, 3, 7) * 20:
         times = WindowTimes(prefill_s=0.0, draft_s=2 * draft_s, verify_s=base_s + row_s * rows)
         measured = measured.observe(num_rows=rows, num_draft_steps=2, times=times)
     return measured
@@ -26,8 +26,8 @@ def bid(rate: float, *, cap: int = MAX_SPEC, explore: bool = False) -> DraftBid:
 
 def test_costs_recover_the_line() -> None:
     measured = costs(base_s=0.010, row_s=0.002, draft_s=0.003)
-    assert measured.base_s == pytest.approx(0.010)
-    assert measured.row_s == pytest.approx(0.002)
+    assert measured.base_s == pytest.approx(0.010, rel=0.05)
+    assert measured.row_s == pytest.approx(0.002, rel=0.05)
     assert measured.draft_s == pytest.approx(0.003)
 
 
@@ -39,6 +39,28 @@ def test_windows_of_one_height_leave_the_row_cost_at_its_prior() -> None:
     assert measured.row_s == pytest.approx(0.0005)
     assert measured.base_s == pytest.approx(0.010)
     assert measured.draft_s == 0.0
+
+
+def test_other_load_on_the_machine_does_not_end_drafting() -> None:
+    """Every tenth window is cut off for 2 s; a row costs a tenth of a one-row window."""
+    measured = WindowCosts()
+    for number in range(100):
+        rows, depth = (5, 4) if number % 2 else (1, 0)
+        stall_s = 2.0 if number % 10 == 7 else 0.0
+        times = WindowTimes(
+            prefill_s=0.0, draft_s=0.0005 * depth + stall_s, verify_s=0.01 + 0.001 * rows + stall_s
+        )
+        measured = measured.observe(num_rows=rows, num_draft_steps=depth, times=times)
+    assert measured.row_s < 0.004
+    assert choose_depths((bid(0.9),), measured) == (4,)
+
+
+def test_a_lasting_slowdown_is_believed() -> None:
+    measured = costs(base_s=0.010, row_s=0.0)
+    for _ in range(300):
+        times = WindowTimes(prefill_s=0.0, draft_s=0.0, verify_s=0.1)
+        measured = measured.observe(num_rows=5, num_draft_steps=0, times=times)
+    assert measured.base_s + 5 * measured.row_s == pytest.approx(0.1, rel=0.1)
 
 
 def test_a_falling_line_is_taken_for_a_flat_one() -> None:
