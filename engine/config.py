@@ -21,7 +21,7 @@ class EngineConfig:
     dtype: str = "auto"
     """auto, float32 or bfloat16: the weights' and activations' type."""
     threads: int | None = None
-    """CPU threads of the layers; None lets torch choose."""
+    """CPU threads of the layers; None takes all cores but one."""
     num_slots: int = 4
     max_context: int | None = None
     """Tokens a slot holds; None takes what the model was made for."""

@@ -607,8 +607,7 @@ def load_engine(
     spec = ModelSpec.from_dir(directory)
     device = _device(config.device)
     dtype = _dtype(config.dtype, device)
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
+    torch.set_num_threads(config.threads or default_threads())
     # Denormals in decayed states cost a hundred times a normal multiply and carry no information.
     torch.set_flush_denormal(True)
     limits = _limits(config, spec, device)
@@ -719,6 +718,12 @@ def _plan_items(
         PlanItem(name=name, planned_bytes=planned, actual_bytes=actual.get(name))
         for name, planned in plan.items()
     )
+
+
+def default_threads() -> int:
+    """One core is left to the gateway: a thread that waits for a core holds up every other at each product."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, (cores or 1) - 1)
 
 
 def _device(name: str) -> torch.device:

@@ -26,10 +26,14 @@ Method = Callable[[Tensor], Tensor]
 
 @dataclass(slots=True)
 class KernelReport:
-    """Which methods were chosen, counted by name; `inexact` lists shapes where none was exact."""
+    """Which methods were chosen, counted by name; `inexact` lists shapes where none was exact.
+
+    `found` remembers the method of each shape and dtype, so that a shape is checked once.
+    """
 
     counts: dict[str, int] = field(default_factory=dict)
     inexact: list[str] = field(default_factory=list)
+    found: dict[tuple[int, int, torch.dtype], str] = field(default_factory=dict)
 
     def add(self, method: str) -> None:
         """Count one weight."""
@@ -88,12 +92,22 @@ def _choose(weight: Tensor, *, exact: bool, report: KernelReport) -> tuple[str, 
     if not exact:
         name, method = candidates[0]
         return name, method, method
+    key = (*weight.shape, weight.dtype)
+    if key not in report.found:
+        report.found[key] = _first_exact(candidates, weight, report)
+    name = report.found[key]
+    method = dict(candidates).get(name, plain)
+    return name, method, method if name == _PACKED else plain
+
+
+def _first_exact(
+    candidates: Sequence[tuple[str, Method]], weight: Tensor, report: KernelReport
+) -> str:
     for name, method in candidates:
         if rows_agree(method, weight.shape[1], weight.dtype, weight.device):
-            wide = method if name == _PACKED else plain
-            return name, method, wide
+            return name
     report.inexact.append("x".join(map(str, weight.shape)))
-    return "plain", plain, plain
+    return "plain"
 
 
 _PACKED = "packed"
