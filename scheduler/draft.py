@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from math import prod
 from operator import mul
 
 from engine.interface import MAX_SPEC, WindowTimes
@@ -16,8 +17,6 @@ _PRIOR_RATE = 0.8
 _PRIOR_WEIGHT = 4.0
 _ACCEPTANCE_DECAY = 0.98
 _COST_DECAY = 0.99
-_PRIOR_ROW_SHARE = 0.05
-"""Cost of one more row, as a share of a one-row window, until windows of different heights were seen."""
 _LONGEST_TIMES_EXPECTED = 2.0
 """A time counts as at most so many times the expected one: other load on the machine says nothing about a row."""
 EXPLORE_EVERY = 16
@@ -81,68 +80,75 @@ def _rates(hits: Depths, tries: Depths, prior: Depths) -> Depths:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WindowCosts:
-    """What windows were measured to cost: a least-squares line through (rows, verify seconds), seconds per draft.
+class CostLine:
+    """Seconds as base_s + slope_s * amount: decayed least squares.
 
-    The line leans on the prior share of a row as if on so many windows that differ by one row.
+    It leans on the prior share as if on some windows whose amounts differ by one, until real ones outweigh them.
     """
 
+    prior_share: float
+    """slope_s / base_s before anything is known."""
     weight: float = 0.0
-    sum_rows: float = 0.0
-    sum_rows_squared: float = 0.0
+    sum_amount: float = 0.0
+    sum_amount_squared: float = 0.0
     sum_s: float = 0.0
-    sum_rows_s: float = 0.0
-    draft_weight: float = 0.0
-    sum_draft_s: float = 0.0
+    sum_amount_s: float = 0.0
 
     @property
     def is_measured(self) -> bool:
         return self.sum_s > 0.0
 
     @property
-    def row_s(self) -> float:
-        """Verify seconds of one more row; never negative, never more than the mean per row."""
-        mean_rows, mean_s = self.sum_rows / self.weight, self.sum_s / self.weight
-        prior_s = _PRIOR_ROW_SHARE * mean_s / (1.0 + _PRIOR_ROW_SHARE * mean_rows)
-        variance = self.sum_rows_squared / self.weight - mean_rows**2
-        covariance = self.sum_rows_s / self.weight - mean_rows * mean_s
+    def slope_s(self) -> float:
+        """Never negative, and never so steep that the base would be."""
+        if not self.is_measured:
+            return 0.0
+        mean, mean_s = self.sum_amount / self.weight, self.sum_s / self.weight
+        prior_s = self.prior_share * mean_s / (1.0 + self.prior_share * mean)
+        variance = self.sum_amount_squared / self.weight - mean**2
+        covariance = self.sum_amount_s / self.weight - mean * mean_s
         lean = _PRIOR_WEIGHT / self.weight
-        slope = (covariance + lean * prior_s) / (variance + lean)
-        return min(max(slope, 0.0), mean_s / mean_rows)
+        slope_s = max(0.0, (covariance + lean * prior_s) / (variance + lean))
+        return min(slope_s, mean_s / mean) if mean > 0.0 else slope_s
 
     @property
     def base_s(self) -> float:
-        """Verify seconds of a window before its first row."""
-        return max(0.0, (self.sum_s - self.row_s * self.sum_rows) / self.weight)
+        if not self.is_measured:
+            return 0.0
+        return max(0.0, (self.sum_s - self.slope_s * self.sum_amount) / self.weight)
 
-    @property
-    def draft_s(self) -> float:
-        """Seconds of one step of the draft layer over the batch."""
-        return self.sum_draft_s / self.draft_weight if self.draft_weight else 0.0
-
-    def observe(self, *, num_rows: int, num_draft_steps: int, times: WindowTimes) -> WindowCosts:
-        """Costs after one more window with decode steps, in which the draft layer ran num_draft_steps times."""
-        verify_s, draft_s = times.verify_s, times.draft_s
+    def observe(self, amount: int, seconds: float) -> CostLine:
+        """The line after one more window."""
         if self.is_measured:
-            expected_s = self.base_s + self.row_s * num_rows
-            verify_s = min(verify_s, _LONGEST_TIMES_EXPECTED * expected_s)
-        if self.draft_s > 0.0:
-            draft_s = min(draft_s, _LONGEST_TIMES_EXPECTED * self.draft_s * num_draft_steps)
-        costs = replace(
+            expected_s = self.base_s + self.slope_s * amount
+            seconds = min(seconds, _LONGEST_TIMES_EXPECTED * expected_s)
+        return replace(
             self,
             weight=self.weight * _COST_DECAY + 1.0,
-            sum_rows=self.sum_rows * _COST_DECAY + num_rows,
-            sum_rows_squared=self.sum_rows_squared * _COST_DECAY + num_rows**2,
-            sum_s=self.sum_s * _COST_DECAY + verify_s,
-            sum_rows_s=self.sum_rows_s * _COST_DECAY + num_rows * verify_s,
+            sum_amount=self.sum_amount * _COST_DECAY + amount,
+            sum_amount_squared=self.sum_amount_squared * _COST_DECAY + amount**2,
+            sum_s=self.sum_s * _COST_DECAY + seconds,
+            sum_amount_s=self.sum_amount_s * _COST_DECAY + amount * seconds,
         )
-        if num_draft_steps == 0:
-            return costs
-        return replace(
-            costs,
-            draft_weight=self.draft_weight * _COST_DECAY + num_draft_steps,
-            sum_draft_s=self.sum_draft_s * _COST_DECAY + draft_s,
-        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowCosts:
+    """What windows were measured to cost."""
+
+    verify: CostLine = CostLine(prior_share=0.05)
+    """By rows."""
+    draft: CostLine = CostLine(prior_share=1.0)
+    """By steps of the draft layer; the base is its reading of the accepted tokens, which drafts do not add to."""
+
+    def observe(
+        self, *, num_rows: int, num_draft_steps: int, uses_drafts: bool, times: WindowTimes
+    ) -> WindowCosts:
+        """Costs after one more window with decode steps; uses_drafts: the draft layer ran at all."""
+        verify = self.verify.observe(num_rows, times.verify_s)
+        if not uses_drafts:
+            return replace(self, verify=verify)
+        return WindowCosts(verify=verify, draft=self.draft.observe(num_draft_steps, times.draft_s))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +170,7 @@ def choose_depths(bids: tuple[DraftBid, ...], costs: WindowCosts) -> tuple[int, 
     from the likeliest down while they raise the rate.
     """
     caps = tuple(bid.cap for bid in bids)
-    if not costs.is_measured:
+    if not costs.verify.is_measured:
         return caps
     candidates = [_fill(bids, costs, longest) for longest in range(max(caps, default=0) + 1)]
     _, depths = max(candidates, key=lambda candidate: candidate[0])
@@ -174,10 +180,15 @@ def choose_depths(bids: tuple[DraftBid, ...], costs: WindowCosts) -> tuple[int, 
 def _fill(bids: tuple[DraftBid, ...], costs: WindowCosts, longest: int) -> tuple[float, list[int]]:
     """(tokens per second, depths) of the best window whose chains are at most `longest`."""
     tokens = float(len(bids))
-    seconds = costs.base_s + costs.row_s * len(bids) + costs.draft_s * _num_steps(bids, longest)
+    seconds = (
+        costs.verify.base_s
+        + costs.verify.slope_s * len(bids)
+        + costs.draft.base_s
+        + costs.draft.slope_s * _num_steps(bids, longest)
+    )
     depths = [0] * len(bids)
     for survival, depth, index in _rows(bids, longest):
-        row_s = costs.row_s * bids[index].reach[depth - 1]
+        row_s = costs.verify.slope_s * bids[index].reach[depth - 1]
         worth = (tokens + survival) * seconds > tokens * (seconds + row_s)
         if worth and depths[index] == depth - 1:
             depths[index] = depth
@@ -186,11 +197,12 @@ def _fill(bids: tuple[DraftBid, ...], costs: WindowCosts, longest: int) -> tuple
 
 
 def _num_steps(bids: tuple[DraftBid, ...], longest: int) -> float:
-    """Expected steps of the draft layer: step d runs for a slot whose chain was not ended before draft d."""
-    return sum(
-        max(((1.0, *bid.reach)[depth] for bid in bids if bid.cap > depth), default=0.0)
-        for depth in range(longest)
-    )
+    """Expected steps of the draft layer: step d runs when any slot's chain was not ended before draft d."""
+    num_steps = 0.0
+    for depth in range(longest):
+        ended = (1.0 - (1.0, *bid.reach)[depth] for bid in bids if bid.cap > depth)
+        num_steps += 1.0 - prod(ended)
+    return num_steps
 
 
 def _rows(bids: tuple[DraftBid, ...], longest: int) -> Iterable[tuple[float, int, int]]:

@@ -104,7 +104,7 @@ class Roster:
     def apply(self, plan: WindowPlan, result: WindowResult, seconds: float) -> None:
         """Take in a window's result and tell the callers."""
         self._counters.count_window(plan, result, seconds)
-        self._pace = measured(self._pace, plan, result)
+        self._pace = measured(self._table, self._pace, plan, result)
         for news in apply_result(self._table, plan, result):
             self._publish(news.sequence, news.event)
 

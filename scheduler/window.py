@@ -194,8 +194,8 @@ def _event(sequence: SequenceState, event: TokenEvent) -> SequenceEvent:
     return SequenceEvent(sequence=sequence, event=event)
 
 
-def measured(pace: Pace, plan: WindowPlan, result: WindowResult) -> Pace:
-    """The pace after one more window."""
+def measured(table: SlotTable, pace: Pace, plan: WindowPlan, result: WindowResult) -> Pace:
+    """The pace after one more window, whose result is not applied yet."""
     share = pace.share.after(result.times, has_decodes=bool(plan.decodes))
     produced = {tokens.slot: tokens for tokens in result.tokens}
     stepped = [(step, produced[step.slot]) for step in plan.decodes if step.slot in produced]
@@ -209,6 +209,7 @@ def measured(pace: Pace, plan: WindowPlan, result: WindowResult) -> Pace:
         num_draft_steps=max(
             min(step.max_draft, tokens.num_drafted + 1) for step, tokens in stepped
         ),
+        uses_drafts=any(table[step.slot].max_draft > 0 for step in plan.decodes),
         times=result.times,
     )
     return Pace(share=share, costs=costs, everyone=everyone)

@@ -10,13 +10,24 @@ from engine.interface import MAX_SPEC, WindowTimes
 from scheduler.draft import Acceptance, DraftBid, WindowCosts, choose_depths
 
 
-def costs(*, base_s: float, row_s: float, draft_s: float = 0.0) -> WindowCosts:
-    """Costs after windows of 1 to 20 rows that obey the line exactly."""
+def costs(
+    *, base_s: float, row_s: float, draft_s: float = 0.0, draft_base_s: float = 0.0
+) -> WindowCosts:
+    """Costs after windows of 1 to 20 rows and 0 to 4 draft steps that obey the lines exactly."""
     measured = WindowCosts()
-    for rows in (1, 5, 10, 20, 3, 7) * 20:
-        times = WindowTimes(prefill_s=0.0, draft_s=2 * draft_s, verify_s=base_s + row_s * rows)
-        measured = measured.observe(num_rows=rows, num_draft_steps=2, times=times)
+    for number, rows in enumerate((1, 5, 10, 20, 3, 7) * 20):
+        steps = number % 5
+        times = WindowTimes(
+            prefill_s=0.0,
+            draft_s=draft_base_s + steps * draft_s,
+            verify_s=base_s + row_s * rows,
+        )
+        measured = observed(measured, rows, steps, times)
     return measured
+
+
+def observed(measured: WindowCosts, rows: int, steps: int, times: WindowTimes) -> WindowCosts:
+    return measured.observe(num_rows=rows, num_draft_steps=steps, uses_drafts=True, times=times)
 
 
 def bid(rate: float, *, cap: int = MAX_SPEC, explore: bool = False) -> DraftBid:
@@ -25,20 +36,21 @@ def bid(rate: float, *, cap: int = MAX_SPEC, explore: bool = False) -> DraftBid:
 
 
 def test_costs_recover_the_line() -> None:
-    measured = costs(base_s=0.010, row_s=0.002, draft_s=0.003)
-    assert measured.base_s == pytest.approx(0.010, rel=0.05)
-    assert measured.row_s == pytest.approx(0.002, rel=0.05)
-    assert measured.draft_s == pytest.approx(0.003)
+    measured = costs(base_s=0.010, row_s=0.002, draft_s=0.003, draft_base_s=0.001)
+    assert measured.verify.base_s == pytest.approx(0.010, rel=0.05)
+    assert measured.verify.slope_s == pytest.approx(0.002, rel=0.05)
+    assert measured.draft.slope_s == pytest.approx(0.003, rel=0.05)
+    assert measured.draft.base_s == pytest.approx(0.001, rel=0.2)
 
 
 def test_windows_of_one_height_leave_the_row_cost_at_its_prior() -> None:
     measured = WindowCosts()
     for _ in range(10):
         times = WindowTimes(prefill_s=0.0, draft_s=0.0, verify_s=0.0105)
-        measured = measured.observe(num_rows=1, num_draft_steps=0, times=times)
-    assert measured.row_s == pytest.approx(0.0005)
-    assert measured.base_s == pytest.approx(0.010)
-    assert measured.draft_s == 0.0
+        measured = observed(measured, 1, 0, times)
+    assert measured.verify.slope_s == pytest.approx(0.0005)
+    assert measured.verify.base_s == pytest.approx(0.010)
+    assert measured.draft.slope_s == 0.0
 
 
 def test_other_load_on_the_machine_does_not_end_drafting() -> None:
@@ -50,8 +62,8 @@ def test_other_load_on_the_machine_does_not_end_drafting() -> None:
         times = WindowTimes(
             prefill_s=0.0, draft_s=0.0005 * depth + stall_s, verify_s=0.01 + 0.001 * rows + stall_s
         )
-        measured = measured.observe(num_rows=rows, num_draft_steps=depth, times=times)
-    assert measured.row_s < 0.004
+        measured = observed(measured, rows, depth, times)
+    assert measured.verify.slope_s < 0.004
     assert choose_depths((bid(0.9),), measured) == (4,)
 
 
@@ -59,14 +71,14 @@ def test_a_lasting_slowdown_is_believed() -> None:
     measured = costs(base_s=0.010, row_s=0.0)
     for _ in range(300):
         times = WindowTimes(prefill_s=0.0, draft_s=0.0, verify_s=0.1)
-        measured = measured.observe(num_rows=5, num_draft_steps=0, times=times)
-    assert measured.base_s + 5 * measured.row_s == pytest.approx(0.1, rel=0.1)
+        measured = observed(measured, 5, 0, times)
+    assert measured.verify.base_s + 5 * measured.verify.slope_s == pytest.approx(0.1, rel=0.1)
 
 
 def test_a_falling_line_is_taken_for_a_flat_one() -> None:
     measured = costs(base_s=0.1, row_s=-0.002)
-    assert measured.row_s == 0.0
-    assert measured.base_s > 0.0
+    assert measured.verify.slope_s == 0.0
+    assert measured.verify.base_s > 0.0
 
 
 def test_unmeasured_costs_draft_to_the_cap() -> None:
@@ -85,6 +97,17 @@ def test_costly_rows_draft_only_what_is_likely() -> None:
 
 def test_a_dear_draft_layer_is_not_run() -> None:
     assert choose_depths((bid(0.9),), costs(base_s=0.01, row_s=0.0, draft_s=0.1)) == (0,)
+
+
+def test_what_the_draft_layer_costs_anyway_does_not_count() -> None:
+    assert choose_depths((bid(0.9),), costs(base_s=0.01, row_s=0.0, draft_base_s=0.1)) == (4,)
+
+
+def test_windows_without_the_draft_layer_say_nothing_about_it() -> None:
+    times = WindowTimes(prefill_s=0.0, draft_s=1e-6, verify_s=0.01)
+    measured = WindowCosts().observe(num_rows=1, num_draft_steps=0, uses_drafts=False, times=times)
+    assert not measured.draft.is_measured
+    assert measured.verify.is_measured
 
 
 def test_one_good_slot_does_not_drag_a_poor_one_along() -> None:

@@ -150,7 +150,7 @@ def test_a_hopeless_slot_stops_drafting_but_looks_again() -> None:
         depths.append(depth)
         times = WindowTimes(prefill_s=0.0, draft_s=depth * 0.002, verify_s=0.01 + 0.002 * depth)
         answer = replace(result(tokens(0, 7, num_drafted=depth)), times=times)
-        pace = measured(pace, plan, answer)
+        pace = measured(table, pace, plan, answer)
         apply_result(table, plan, answer)
     assert depths[0] == 4
     assert sum(depths[100:]) <= 4 * (100 // EXPLORE_EVERY + 1)
