@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gateway.detokenize import Detokenizer, OutputToken
-from gateway.output_parser import OutputParser, ParsedDelta
+from gateway.output_parser import ParsedDelta
 from scheduler.errors import SchedulerError
 from scheduler.messages import Failed, Finished, FinishReason, Tokens
 
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
 
     from gateway.model_files import ModelFiles
+    from gateway.output_parser import OutputParser
     from gateway.preparation import PreparedChoice
+    from gateway.tools import CallDelta
     from scheduler.handle import RequestHandle
     from scheduler.messages import GenerateRequest, TokenEvent
     from scheduler.messages import Usage as SequenceUsage
@@ -32,15 +34,26 @@ class ChoiceDelta:
     index: int
     reasoning: str = ""
     content: str = ""
+    calls: tuple[CallDelta, ...] = ()
     tokens: tuple[OutputToken, ...] = ()
     finish_reason: FinishReason | None = None
     """Set on the last delta of the choice, and only there."""
     num_tokens: int = 0
     """How many more tokens the choice has cost."""
 
+    has_calls: bool = False
+    """The choice has called a tool, now or before."""
+
     @property
     def has_output(self) -> bool:
-        return bool(self.reasoning or self.content or self.tokens)
+        return bool(self.reasoning or self.content or self.calls or self.tokens)
+
+    @property
+    def finish_name(self) -> str | None:
+        """OpenAI's word for how the choice ended."""
+        if self.finish_reason is FinishReason.STOP and self.has_calls:
+            return "tool_calls"
+        return self.finish_reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +74,13 @@ class Choice:
     """One sequence and the state of its text."""
 
     def __init__(
-        self, prepared: PreparedChoice, files: ModelFiles, stop: tuple[str, ...], *, parse: bool
+        self,
+        prepared: PreparedChoice,
+        files: ModelFiles,
+        stop: tuple[str, ...],
+        parser: OutputParser | None,
     ) -> None:
-        """parse: tell thought from content; else all output is content."""
+        """parser: tells thought, content and calls apart; without one all output is content."""
         self.prepared = prepared
         self.index = prepared.index
         self.finish_reason: FinishReason | None = None
@@ -73,8 +90,8 @@ class Choice:
         self._stop_ids = frozenset(prepared.request.sampling.stop_token_ids)
         self._detokenizer = Detokenizer(files.tokenizer, stop)
         self._num_stop_ids = 0
-        self._parser = OutputParser(in_thought=prepared.in_thought) if parse else None
-        self._think_ids = files.think_ids if parse else None
+        self._parser = parser
+        self._think_ids = None if parser is None else files.think_ids
         self._in_thought = prepared.in_thought
 
     @property
@@ -108,6 +125,8 @@ class Choice:
             index=self.index,
             reasoning=parsed.reasoning,
             content=parsed.content,
+            calls=parsed.calls,
+            has_calls=self._parser is not None and self._parser.num_calls > 0,
             tokens=delta.tokens,
             finish_reason=self.finish_reason,
             num_tokens=num_tokens,
@@ -124,6 +143,8 @@ class Choice:
             index=self.index,
             reasoning=parsed.reasoning,
             content=parsed.content,
+            calls=parsed.calls,
+            has_calls=self._parser is not None and self._parser.num_calls > 0,
             tokens=delta.tokens,
             finish_reason=self.finish_reason,
         )
@@ -147,7 +168,9 @@ class Choice:
 
 def _joined(first: ParsedDelta, second: ParsedDelta) -> ParsedDelta:
     return ParsedDelta(
-        reasoning=first.reasoning + second.reasoning, content=first.content + second.content
+        reasoning=first.reasoning + second.reasoning,
+        content=first.content + second.content,
+        calls=first.calls + second.calls,
     )
 
 

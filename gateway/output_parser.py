@@ -1,90 +1,164 @@
-"""Output text to reasoning and content: a small state machine that any split of the text leads to the same end.
+"""Output text to reasoning, content and tool calls: a state machine that any split of the text leads to the same end.
 
-Knows the tags of the model family, nothing of tokens or HTTP. White space around the thought and the newlines after
-it belong to the format, not to the text, and are dropped.
+Knows the tags of the model family, nothing of tokens or HTTP. White space around the thought and before a call, and the
+newlines behind them, belong to the format, not to the text, and are dropped.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 from gateway.detokenize import hold_from
+from gateway.tools import CALL_OPEN, CallDelta, CallParser
+
+if TYPE_CHECKING:
+    from gateway.tools import Tool
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedDelta:
-    """New text of each part; a thought always precedes the content."""
+    """New text of each part, in the order in which the parts come."""
 
     reasoning: str = ""
     content: str = ""
+    calls: tuple[CallDelta, ...] = ()
 
 
 class _State(Enum):
     START = auto()
     """Nothing but white space so far: a thought may still open."""
     REASONING = auto()
-    CONTENT_START = auto()
-    """Behind a thought: newlines are dropped."""
+    AFTER_TAG = auto()
+    """Behind a thought or a call: newlines are dropped."""
     CONTENT = auto()
+    CALL = auto()
 
 
 class OutputParser:
     """Parser state of one answer."""
 
-    def __init__(self, *, in_thought: bool) -> None:
-        """in_thought: the prompt has opened the thought already."""
+    def __init__(self, *, in_thought: bool, tools: tuple[Tool, ...] = ()) -> None:
+        """in_thought: the prompt has opened the thought already. Without tools, tags of calls are text."""
         self._state = _State.REASONING if in_thought else _State.START
         self._held = ""
         self._any_reasoning = False
+        self._gap = ""
+        """White space before the present call: text again if it turns out to be none."""
+        self._calls = CallParser({tool.name: tool for tool in tools}) if tools else None
+
+    @property
+    def num_calls(self) -> int:
+        """Tool calls that were begun."""
+        return 0 if self._calls is None else self._calls.num_calls
 
     def push(self, text: str) -> ParsedDelta:
         """Parts that are now certain."""
-        if self._state is _State.CONTENT:
+        if self._state is _State.CONTENT and self._calls is None:
             return ParsedDelta(content=text)
-        text = self._held + text
+        parts = _Parts()
+        rest: str | None = self._held + text
         self._held = ""
-        reasoning = ""
-        if self._state is _State.START:
-            text = self._start(text)
-        if self._state is _State.REASONING:
-            reasoning, text = self._reason(text)
-        if self._state is _State.CONTENT_START:
-            text = text.lstrip("\r\n")
-            if text:
-                self._state = _State.CONTENT
-        return ParsedDelta(reasoning=reasoning, content=text)
+        while rest:
+            rest = self._step(rest, parts)
+        return parts.delta()
 
     def finish(self) -> ParsedDelta:
         """What was held back: it did not become a tag."""
         held, self._held = self._held, ""
         if self._state is _State.REASONING:
             return ParsedDelta(reasoning=held.rstrip())
+        if self._state is _State.CALL and self._calls is not None:
+            calls, text = self._calls.finish()
+            return ParsedDelta(content=self._gap + text if text else "", calls=tuple(calls))
         return ParsedDelta(content=held)
 
-    def _start(self, text: str) -> str:
-        """Returns what is left to parse after the state was settled, if it was."""
+    def _step(self, text: str, parts: _Parts) -> str | None:
+        """Take text in the present state; returns what the next state has to take."""
+        match self._state:
+            case _State.START:
+                return self._start(text)
+            case _State.REASONING:
+                return self._reason(text, parts)
+            case _State.AFTER_TAG:
+                text = text.lstrip("\r\n")
+                if text:
+                    self._state = _State.CONTENT
+                return text
+            case _State.CONTENT:
+                return self._content(text, parts)
+            case _State.CALL:
+                return self._call(text, parts)
+
+    def _start(self, text: str) -> str | None:
         visible = text.lstrip()
         if visible.startswith(THINK_OPEN):
             self._state = _State.REASONING
             return visible[len(THINK_OPEN) :]
         if THINK_OPEN.startswith(visible):
             self._held = text
-            return ""
+            return None
         self._state = _State.CONTENT
         return text
 
-    def _reason(self, text: str) -> tuple[str, str]:
-        """Returns new reasoning, and the text behind the thought if it ended."""
+    def _reason(self, text: str, parts: _Parts) -> str | None:
         if not self._any_reasoning:
             text = text.lstrip()
-        end = text.find(THINK_CLOSE)
-        if end >= 0:
-            self._state = _State.CONTENT_START
-            return text[:end].rstrip(), text[end + len(THINK_CLOSE) :]
-        certain = text[: hold_from(text, THINK_CLOSE)].rstrip()
+        tags = [THINK_CLOSE] if self._calls is None else [THINK_CLOSE, CALL_OPEN]
+        found = [(start, tag) for tag in tags if (start := text.find(tag)) >= 0]
+        if found:
+            start, tag = min(found)
+            parts.reasoning += text[:start].rstrip()
+            # A call also ends a thought that was not closed.
+            self._state = _State.AFTER_TAG if tag == THINK_CLOSE else _State.CALL
+            return text[start + len(tag) :]
+        certain = text[: min(hold_from(text, tag) for tag in tags)].rstrip()
         self._held = text[len(certain) :]
         self._any_reasoning = self._any_reasoning or bool(certain)
-        return certain, ""
+        parts.reasoning += certain
+        return None
+
+    def _content(self, text: str, parts: _Parts) -> str | None:
+        if self._calls is None:
+            parts.content += text
+            return None
+        start = text.find(CALL_OPEN)
+        if start >= 0:
+            content = text[:start].rstrip()
+            self._gap = text[len(content) : start]
+            parts.content += content
+            self._state = _State.CALL
+            return text[start + len(CALL_OPEN) :]
+        certain = text[: hold_from(text, CALL_OPEN)].rstrip()
+        self._held = text[len(certain) :]
+        parts.content += certain
+        return None
+
+    def _call(self, text: str, parts: _Parts) -> str | None:
+        assert self._calls is not None
+        step = self._calls.push(text)
+        parts.calls += step.deltas
+        if step.rest is None:
+            return None
+        if step.was_call:
+            self._state = _State.AFTER_TAG
+        else:
+            self._state = _State.CONTENT
+            parts.content += self._gap + CALL_OPEN
+        self._gap = ""
+        return step.rest
+
+
+class _Parts:
+    """A delta while it grows."""
+
+    def __init__(self) -> None:
+        self.reasoning = ""
+        self.content = ""
+        self.calls: list[CallDelta] = []
+
+    def delta(self) -> ParsedDelta:
+        return ParsedDelta(reasoning=self.reasoning, content=self.content, calls=tuple(self.calls))

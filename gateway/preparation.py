@@ -82,7 +82,10 @@ class Preparer:
 
     def _render(self, request: ChatRequest) -> RenderedPrompt:
         return self._files.template.render(
-            request.messages, request.template_kwargs, continue_final=request.continue_final
+            request.messages,
+            request.template_kwargs,
+            tools=request.tools,
+            continue_final=request.continue_final,
         )
 
     def _encode(self, request: CompletionRequest) -> list[tuple[RenderedPrompt, str]]:

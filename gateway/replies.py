@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING
 
 import orjson
 
+from gateway.tools import merged_calls
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from gateway.detokenize import OutputToken
     from gateway.generation import ChoiceDelta, RequestUsage
     from gateway.tokenizer import Tokenizer
+    from gateway.tools import CallDelta
 
 JsonReply = dict[str, object]
 
@@ -47,7 +50,7 @@ class ReplyHead:
 
 def new_id(prefix: str) -> str:
     """An id no other answer has."""
-    return f"{prefix}-{uuid.uuid4().hex}"
+    return f"{prefix}{uuid.uuid4().hex}"
 
 
 def usage_reply(usage: RequestUsage) -> JsonReply:
@@ -64,6 +67,18 @@ def usage_reply(usage: RequestUsage) -> JsonReply:
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         "completion_tokens_details": details,
+    }
+
+
+def call_reply(call: CallDelta) -> JsonReply:
+    """One entry of a delta's tool_calls."""
+    if call.name is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    return {
+        "index": call.index,
+        "id": new_id("call_"),
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
     }
 
 
@@ -116,11 +131,32 @@ class ChoiceText:
 
     reasoning: list[str] = field(default_factory=list[str])
     content: list[str] = field(default_factory=list[str])
+    calls: list[CallDelta] = field(default_factory=list["CallDelta"])
     tokens: list[OutputToken] = field(default_factory=list["OutputToken"])
-    finish_reason: str | None = None
+    finish_name: str | None = None
 
     def add(self, delta: ChoiceDelta) -> None:
         self.reasoning.append(delta.reasoning)
         self.content.append(delta.content)
+        self.calls.extend(delta.calls)
         self.tokens.extend(delta.tokens)
-        self.finish_reason = delta.finish_reason
+        self.finish_name = delta.finish_name
+
+    def message(self) -> JsonReply:
+        """The assistant message of a chat completion."""
+        content = "".join(self.content)
+        calls = self._whole_calls()
+        message: JsonReply = {
+            "role": "assistant",
+            "content": content if content or not calls else None,
+            "refusal": None,
+        }
+        if reasoning := "".join(self.reasoning):
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        return message
+
+    def _whole_calls(self) -> list[JsonReply]:
+        replies = [call_reply(call) for call in merged_calls(self.calls)]
+        return [{key: reply[key] for key in reply if key != "index"} for reply in replies]

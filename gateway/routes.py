@@ -17,10 +17,11 @@ from gateway.errors import ModelNotFound, UnsupportedMediaType
 from gateway.generation import Choice, Generation
 from gateway.metrics import CONTENT_TYPE, Meter
 from gateway.middleware import OWNER, REQUEST_ID
+from gateway.output_parser import OutputParser
 from gateway.replies import ChoiceText, LogprobWriter, ReplyHead, new_id, usage_reply
 from gateway.responses import json_response
 from gateway.stream import ChatChunks, CompletionChunks, FrameResponse, FrameStream
-from gateway.wire import parse_chat, parse_completion
+from gateway.wire import ChatRequest, parse_chat, parse_completion
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from gateway.preparation import PreparedChoice, Preparer
     from gateway.replies import JsonReply
     from gateway.stream import ChunkWriter
-    from gateway.wire import ChatRequest, CompletionRequest
+    from gateway.wire import CompletionRequest
     from scheduler.service import Scheduler
 
 DEFAULT_ALIAS = "default"
@@ -137,8 +138,8 @@ class Endpoints:
         prepared = await self._service.preparer.chat(
             body, request_id=request.scope[REQUEST_ID], owner=request.scope[OWNER]
         )
-        generation = self._generate(prepared, body, meter, parse=True)
-        head = self._head("chatcmpl")
+        generation = self._generate(prepared, body, meter)
+        head = self._head("chatcmpl-")
         logprobs = self._logprobs if body.options.top_logprobs is not None else None
         if body.delivery.stream:
             return self._stream(head, generation, ChatChunks(logprobs), body, meter)
@@ -159,8 +160,8 @@ class Endpoints:
         prepared = await self._service.preparer.completion(
             body, request_id=request.scope[REQUEST_ID], owner=request.scope[OWNER]
         )
-        generation = self._generate(prepared, body, meter, parse=False)
-        head = self._head("cmpl")
+        generation = self._generate(prepared, body, meter)
+        head = self._head("cmpl-")
         logprobs = self._logprobs if body.options.top_logprobs is not None else None
         echoes = tuple(choice.echo for choice in prepared)
         if body.delivery.stream:
@@ -182,14 +183,22 @@ class Endpoints:
         prepared: tuple[PreparedChoice, ...],
         body: ChatRequest | CompletionRequest,
         meter: Meter,
-        *,
-        parse: bool,
     ) -> Generation:
         files = self._service.files
+        is_chat = isinstance(body, ChatRequest)
+        choices = [
+            Choice(
+                item,
+                files,
+                body.options.stop,
+                OutputParser(in_thought=item.in_thought, tools=body.tools) if is_chat else None,
+            )
+            for item in prepared
+        ]
         generation = Generation(
-            [Choice(item, files, body.options.stop, parse=parse) for item in prepared],
+            choices,
             self._scheduler.submit,
-            counts_reasoning=parse and files.think_ids is not None,
+            counts_reasoning=is_chat and files.think_ids is not None,
         )
         meter.accepted(generation.prompt_tokens)
         return generation
@@ -285,14 +294,11 @@ async def _unless_disconnected(request: Request, work: Callable[[], Awaitable[No
 
 
 def _chat_choice(index: int, text: ChoiceText, logprobs: LogprobWriter | None) -> JsonReply:
-    message: JsonReply = {"role": "assistant", "content": "".join(text.content), "refusal": None}
-    if reasoning := "".join(text.reasoning):
-        message["reasoning_content"] = reasoning
     return {
         "index": index,
-        "message": message,
+        "message": text.message(),
         "logprobs": None if logprobs is None else logprobs.chat(text.tokens),
-        "finish_reason": text.finish_reason,
+        "finish_reason": text.finish_name,
     }
 
 
@@ -303,5 +309,5 @@ def _completion_choice(
         "index": index,
         "text": echo + "".join(text.content),
         "logprobs": None if logprobs is None else logprobs.completion(text.tokens),
-        "finish_reason": text.finish_reason,
+        "finish_reason": text.finish_name,
     }

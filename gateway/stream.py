@@ -17,7 +17,8 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from sse_starlette.sse import SendTimeoutError
 
 from gateway.errors import TABLE, reply_for
-from gateway.replies import DONE, frame, usage_reply
+from gateway.replies import DONE, call_reply, frame, usage_reply
+from gateway.tools import merged_calls
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -66,8 +67,10 @@ class ChatChunks:
         parts: JsonReply = {}
         if delta.reasoning:
             parts["reasoning_content"] = delta.reasoning
-        if delta.content or not delta.reasoning:
+        if delta.content or not (delta.reasoning or delta.calls):
             parts["content"] = delta.content
+        if delta.calls:
+            parts["tool_calls"] = [call_reply(call) for call in merged_calls(delta.calls)]
         logprobs = self._logprobs.chat(delta.tokens) if self._logprobs else None
         return self._choice(delta.index, parts, None, logprobs)
 
@@ -161,8 +164,8 @@ class FrameStream:
 
     def _frames_of(self, delta: ChoiceDelta) -> bytes:
         data = self._chunk(self._chunks.output(delta)) if delta.has_output else b""
-        if delta.finish_reason is not None:
-            data += self._chunk(self._chunks.ending(delta.index, delta.finish_reason.value))
+        if (finish_name := delta.finish_name) is not None:
+            data += self._chunk(self._chunks.ending(delta.index, finish_name))
         return data
 
     def _chunk(self, choice: JsonReply) -> bytes:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from gateway.chat_messages import Message
     from gateway.fields import JsonObject
     from gateway.tokenizer import ControlToken, Tokenizer
+    from gateway.tools import Tool
 
 MARK = "\U0010fffe"
 _ESCAPE = "\U0010ffff"
@@ -149,14 +150,19 @@ class ChatTemplate:
             raise TokenizerError(f"the chat template does not compile: {error}") from error
 
     def render(
-        self, messages: tuple[Message, ...], kwargs: JsonObject, *, continue_final: bool
+        self,
+        messages: tuple[Message, ...],
+        kwargs: JsonObject,
+        *,
+        tools: tuple[Tool, ...] = (),
+        continue_final: bool = False,
     ) -> RenderedPrompt:
         """Render and tokenize. Raises InvalidRequest when the template refuses the messages."""
         variables: dict[str, object] = {
             **self._variables,
             **cast("JsonObject", self._guard_json(kwargs, is_option=True)),
             "messages": [self._message(message) for message in messages],
-            "tools": None,
+            "tools": [self._guard_json(tool.declaration, is_option=True) for tool in tools] or None,
             "add_generation_prompt": not continue_final,
         }
         rendered = self._run(variables)

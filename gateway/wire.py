@@ -7,6 +7,7 @@ own defaults are filled in later.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import cast
 
@@ -24,6 +25,7 @@ from gateway.fields import (
     describe,
     refuse,
 )
+from gateway.tools import Tool
 from scheduler.messages import MAX_SPEC, MAX_TOP_LOGPROBS
 
 MAX_CHOICES = 16
@@ -32,14 +34,16 @@ MAX_STOP_STRINGS = 4
 MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 64
 MAX_LOGIT_BIASES = 1024
+MAX_TOOLS = 128
 MAX_TOKENS = 2**31 - 1
 DEFAULT_COMPLETION_TOKENS = 16
+_TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MIN_SEED, _MAX_SEED = -(2**63), 2**64 - 1
 
 _OFF: dict[str, tuple[object, ...]] = {
     # Known fields that are not honoured, and the values that ask for nothing.
-    "tools": ([],),
     "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True,),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "audio": (),
@@ -62,7 +66,7 @@ _OFF: dict[str, tuple[object, ...]] = {
     "thinking_token_budget": (),
 }
 _OFF_IN_CHAT: dict[str, tuple[object, ...]] = {"echo": (False,)}
-_OFF_IN_COMPLETION: dict[str, tuple[object, ...]] = {"suffix": ("",)}
+_OFF_IN_COMPLETION: dict[str, tuple[object, ...]] = {"suffix": ("",), "tools": ([],)}
 _RESERVED_TEMPLATE_NAMES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
 )
@@ -112,6 +116,8 @@ class ChatRequest:
     options: GenerationOptions
     delivery: StreamOptions
     template_kwargs: JsonObject
+    tools: tuple[Tool, ...]
+    """Functions that the model is told of and may call; empty when tool_choice is none."""
     continue_final: bool
     """Go on with the last assistant message instead of opening a new one."""
 
@@ -157,6 +163,7 @@ def parse_chat(body: bytes) -> ChatRequest:
         options=_options(fields, _chat_max_tokens(fields), _chat_logprobs(fields)),
         delivery=_delivery(fields),
         template_kwargs=_template_kwargs(fields),
+        tools=_tools(fields),
         continue_final=continue_final,
     )
 
@@ -193,8 +200,6 @@ def _model(fields: Fields) -> str:
 def _refuse_unsupported(fields: Fields, known: dict[str, tuple[object, ...]]) -> None:
     for name, off in known.items():
         value = fields.get(name)
-        if name == "tools" and fields.get("tool_choice") == "none":
-            continue
         # `in` would take True for 1.
         if value is not None and not any(type(value) is type(x) and value == x for x in off):
             refuse(name, f"is not supported by this server; found {describe(value)}")
@@ -356,6 +361,35 @@ def _check_thinking(kwargs: JsonObject) -> None:
     if value is not None and not isinstance(value, bool):
         found = describe(value)
         refuse("chat_template_kwargs.enable_thinking", f"must be a boolean; found {found}")
+
+
+def _tools(fields: Fields) -> tuple[Tool, ...]:
+    tools = tuple(_tool(item) for item in fields.objects("tools"))
+    if len(tools) > MAX_TOOLS:
+        refuse("tools", f"must have at most {MAX_TOOLS} functions; found {len(tools)}")
+    names = [tool.name for tool in tools]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            refuse(f"tools[{index}].function.name", f"names {name!r} a second time")
+    return () if fields.get("tool_choice") == "none" else tools
+
+
+def _tool(item: Fields) -> Tool:
+    kind = item.string("type")
+    if kind != "function":
+        refuse(item.param("type"), f"must be 'function'; found {describe(kind)}")
+    function = item.object("function")
+    if function is None:
+        refuse(item.param("function"), "is required")
+    name = function.string("name")
+    if name is None or not _TOOL_NAME.fullmatch(name):
+        refuse(
+            function.param("name"), "must be 1 to 64 letters, digits, dots, dashes or underscores"
+        )
+    function.string("description")
+    function.object("parameters")
+    check_depth(item.param("function"), function.values)
+    return Tool(name=name, declaration=item.values)
 
 
 def _prompts(fields: Fields) -> tuple[str | tuple[int, ...], ...]:

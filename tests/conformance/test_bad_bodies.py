@@ -37,6 +37,11 @@ def completion(prompt: object = "Hello", **fields: object) -> dict[str, object]:
     return {"model": MODEL, "prompt": prompt, **fields}
 
 
+def tool(**function: object) -> dict[str, object]:
+    return {"type": "function", "function": {"name": "f", **function}}
+
+
+TOOL = tool()
 deep: object = 1
 for _ in range(100):
     deep = [deep]
@@ -190,6 +195,21 @@ CHAT: list[tuple[object, str | None]] = [
     ),
     (chat(continue_final_message=True), "continue_final_message"),
     # Known, and not honoured.
+    (chat(tools={"type": "function"}), "tools"),
+    (chat(tools=["f"]), "tools[0]"),
+    (chat(tools=[{"function": {"name": "f"}}]), "tools[0].type"),
+    (chat(tools=[{"type": "web_search"}]), "tools[0].type"),
+    (chat(tools=[{"type": "function"}]), "tools[0].function"),
+    (chat(tools=[TOOL, {"type": "function", "function": {}}]), "tools[1].function.name"),
+    (chat(tools=[tool(name="a b")]), "tools[0].function.name"),
+    (chat(tools=[tool(description=3)]), "tools[0].function.description"),
+    (chat(tools=[tool(parameters=[])]), "tools[0].function.parameters"),
+    (chat(tools=[tool(parameters={"a": deep})]), "tools[0].function"),
+    (chat(tools=[TOOL, TOOL]), "tools[1].function.name"),
+    (chat(tools=[tool(name=f"f{index}") for index in range(129)]), "tools"),
+    (chat(tools=[TOOL], tool_choice="required"), "tool_choice"),
+    (chat(tools=[TOOL], tool_choice={"type": "function"}), "tool_choice"),
+    (chat(tools=[TOOL], parallel_tool_calls=False), "parallel_tool_calls"),
     (chat(functions=[{"name": "f"}]), "functions"),
     (chat(response_format={"type": "json_object"}), "response_format"),
     (chat(response_format={"type": "json_schema", "json_schema": {}}), "response_format"),
@@ -225,6 +245,7 @@ COMPLETIONS: list[tuple[object, str | None]] = [
     (completion(max_tokens=5000), "max_tokens"),
     (completion([1] * 5000), "prompt"),
     (completion(suffix="x"), "suffix"),
+    (completion(tools=[TOOL]), "tools"),
     (completion(best_of=2), "best_of"),
     (completion(best_of=True), "best_of"),
     (completion(logprobs=True), "logprobs"),
@@ -275,7 +296,7 @@ async def test_bytes_that_are_no_json(live: Live, body: bytes) -> None:
     await check(live, "/v1/chat/completions", body, 400, None)
 
 
-@pytest.mark.parametrize("name", ["tools", "stop", "temperature", "messages"])
+@pytest.mark.parametrize("name", ["tool_choice", "stop", "temperature", "messages"])
 async def test_a_megabyte_of_wrong_value_is_not_sent_back(live: Live, name: str) -> None:
     body = chat_body(**{name: {"x": "y" * 2**20} if name == "temperature" else "y" * 2**20})
     response = await live.client.post("/v1/chat/completions", json=body)

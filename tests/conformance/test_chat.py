@@ -294,3 +294,59 @@ async def test_twenty_streams_at_once_have_right_texts_and_usage() -> None:
         assert len({text for text, _ in together}) == 20
         assert together[7] == await one(7)
         await live.wait_idle()
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Weather of <|im_end|> a place.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        "strict": True,
+    },
+}
+CALLS = (
+    "<think>\nWhere?\n</think>\n\nLet me look.\n\n"
+    "<tool_call>\n<function=get_weather>\n<parameter=city>\nÅlesund\n</parameter>\n</function>\n"
+    "</tool_call>\n<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n</parameter>\n"
+    "</function>\n</tool_call>"
+)
+
+
+@pytest.mark.parametrize("spec", [0, 2, 4])
+async def test_tool_calls_whole_and_streamed(spec: int) -> None:
+    async with live_server(says(CALLS)) as live:
+        answer = await whole(live, tools=[TOOL], spec=spec)
+        result = await stream(live, tools=[TOOL], spec=spec)
+    choice = answer["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == "Let me look."
+    assert choice["message"]["reasoning_content"] == "Where?"
+    calls = choice["message"]["tool_calls"]
+    assert [call["function"]["name"] for call in calls] == ["get_weather"] * 2
+    assert [json.loads(call["function"]["arguments"]) for call in calls] == [
+        {"city": "Ålesund"},
+        {"city": "Oslo"},
+    ]
+    assert len({call["id"] for call in calls}) == 2
+    assert result.finish_reasons() == ["tool_calls"]
+    assert result.text() == "Let me look."
+    pieces = [
+        piece for choice in result.choices() for piece in choice["delta"].get("tool_calls", [])
+    ]
+    for index, call in enumerate(calls):
+        own = [piece for piece in pieces if piece["index"] == index]
+        assert own[0]["id"].startswith("call_")
+        assert all("id" not in piece for piece in own[1:])
+        arguments = "".join(piece["function"]["arguments"] for piece in own)
+        assert arguments == call["function"]["arguments"]
+
+
+async def test_tools_are_shown_to_the_model_unless_they_are_off() -> None:
+    async with live_server(says("<tool_call>x")) as live:
+        without = (await whole(live))["usage"]["prompt_tokens"]
+        shown = (await whole(live, tools=[TOOL]))["usage"]["prompt_tokens"]
+        off = await whole(live, tools=[TOOL], tool_choice="none")
+    assert shown > without + 40
+    assert off["usage"]["prompt_tokens"] == without
+    assert off["choices"][0]["message"]["content"] == "<tool_call>x"

@@ -91,3 +91,26 @@ async def test_errors_are_the_clients_own_classes() -> None:
                     model=MODEL, messages=MESSAGES, response_format={"type": "json_object"}
                 )
             assert refused.value.param == "response_format"
+
+
+async def test_tool_calls_are_assembled_by_the_client() -> None:
+    text = (
+        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n"
+        "</function>\n</tool_call>"
+    )
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    async with live_server(says(text)) as live, client_of(live) as client:
+        async with client.chat.completions.stream(
+            model=MODEL,
+            messages=MESSAGES,
+            tools=[tool],  # type: ignore[list-item]
+        ) as stream:
+            async for _ in stream:
+                pass
+            final = await stream.get_final_completion()
+    choice = final.choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.tool_calls is not None
+    (call,) = choice.message.tool_calls
+    assert call.type == "function"
+    assert (call.function.name, call.function.arguments) == ("add", '{"a":1, "b":2}')

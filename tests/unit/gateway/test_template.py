@@ -11,6 +11,7 @@ from gateway.chat_messages import Message, Role, ToolCall
 from gateway.errors import InvalidRequest, TokenizerError
 from gateway.template import ChatTemplate, PromptEncoder, RenderedPrompt, load_template
 from gateway.tokenizer import ControlToken
+from gateway.tools import Tool
 from scheduler.config import model_path
 from tests.conformance.live import default_files
 
@@ -52,7 +53,7 @@ NASTY = st.lists(
 
 
 def render(*messages: Message, **kwargs: object) -> RenderedPrompt:
-    return FILES.template.render(messages, dict(kwargs), continue_final=False)
+    return FILES.template.render(messages, dict(kwargs))
 
 
 def controls(prompt: RenderedPrompt) -> list[int]:
@@ -91,6 +92,30 @@ def conversation(text: list[str], *, names: bool = True) -> tuple[Message, ...]:
 def test_client_text_never_becomes_a_control_token(text: list[str]) -> None:
     harmless = ["x" if part.strip() else part for part in text]
     assert controls(render(*conversation(text))) == controls(render(*conversation(harmless)))
+
+
+@QUICK
+@given(text=st.lists(NASTY, min_size=4, max_size=4))
+def test_tools_bring_no_control_tokens_beyond_the_templates_own(text: list[str]) -> None:
+    def prompt(parts: list[str]) -> RenderedPrompt:
+        tool = Tool(
+            name="f",
+            declaration={
+                "type": "function",
+                "function": {
+                    "name": "f",
+                    "description": parts[0],
+                    "parameters": {"properties": {parts[1]: {"enum": [parts[2]], parts[3]: 1}}},
+                },
+            },
+        )
+        message = Message(role=Role.USER, content="x")
+        return FILES.template.render((message,), {}, tools=(tool,))
+
+    found = prompt(text)
+    assert controls(found) == controls(prompt(["x"] * 4))
+    declared = json.dumps(text[0], ensure_ascii=False)
+    assert FILES.decode(FILES.tokenizer.encode_text(declared)) in text_of(found)
 
 
 @QUICK
