@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from scheduler.config import SchedulerConfig
 
 _ENGINE_LOG = logging.getLogger("engine")
+_REAP_S = 5.0
+"""A killed process that is not gone by then (stuck in a device driver) is left behind."""
 _DEATH_GRACE_S = 0.3
 """A process whose socket is closed has so long to be seen dead before it is killed."""
 
@@ -109,6 +111,7 @@ class ProcessLink:
     def __init__(self, pipe: _Pipe, info: EngineInfo) -> None:
         self._pipe = pipe
         self._info = info
+        self._killed = asyncio.Event()
 
     @property
     def info(self) -> EngineInfo:
@@ -130,10 +133,19 @@ class ProcessLink:
                 raise EngineDead(f"the engine answered a window with {type(answer).__name__}")
 
     async def wait_dead(self) -> str:
-        return await self._pipe.wait_dead()
+        dead = asyncio.create_task(self._pipe.wait_dead())
+        killed = asyncio.create_task(self._killed.wait())
+        try:
+            await asyncio.wait((dead, killed), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((dead,), timeout=_REAP_S)
+            return dead.result() if dead.done() else "the engine process cannot be killed"
+        finally:
+            dead.cancel()
+            killed.cancel()
 
     def kill(self) -> None:
         _kill(self._pipe.process)
+        self._killed.set()
 
     async def close(self, timeout_s: float) -> None:
         try:
@@ -187,7 +199,9 @@ class _Pipe:
         """Kill and reap the process, close the socket."""
         _kill(self.process)
         self._writer.close()
-        await self.process.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_REAP_S):
+                await self.process.wait()
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()
 

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import sys
 from asyncio.subprocess import Process
+from typing import cast
 
 import pytest
 
@@ -13,7 +14,7 @@ from engine.interface import WindowPlan
 from engine.wire import Close, LoadFailed, Message, Ready, encode
 from scheduler import engine_client
 from scheduler.config import SchedulerConfig
-from scheduler.engine_client import launch_process
+from scheduler.engine_client import ProcessLink, launch_process
 from scheduler.errors import EngineDead, EngineStartFailed
 from tests.factories import FAST_SUPERVISION
 from tests.unit.scheduler.test_supervisor import INFO
@@ -98,3 +99,34 @@ async def test_a_process_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
     with pytest.raises(EngineStartFailed, match="cannot start the engine process"):
         await launch_process(CONFIG)
+
+
+class Undead:
+    """A process stuck in a device driver: signals do nothing."""
+
+    pid = 0
+    returncode = None
+
+    def kill(self) -> None:
+        pass
+
+    async def wait(self) -> int:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+async def test_a_process_that_cannot_be_killed_is_left_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_client, "_REAP_S", 0.05)
+    ours, theirs = socket.socketpair()
+    with theirs:
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        pipe = engine_client._Pipe(cast("Process", Undead()), reader, writer)
+        link = ProcessLink(pipe, INFO)
+        waiting = asyncio.create_task(link.wait_dead())
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        link.kill()
+        assert await waiting == "the engine process cannot be killed"
+        await link.close(0.01)
