@@ -201,7 +201,8 @@ def gumbel_noise(rows: Sequence[PickRow], ids: Tensor) -> Tensor:
     keys = [_signed(row_key(row.params.seed, row.position)) for row in rows]
     key = torch.tensor(keys, dtype=torch.int64, device=ids.device).unsqueeze(-1)
     bits = _mixed(key + (ids + 1) * _signed(_GAMMA))
-    uniform = (_shifted(bits, 11).to(torch.float64) + 0.5) * 2.0**-53
+    # 52 bits, not 53: the half would be rounded away from the largest, and u = 1 has infinite noise.
+    uniform = (_shifted(bits, 12).to(torch.float64) + 0.5) * 2.0**-52
     return -torch.log(-torch.log(uniform))
 
 

@@ -5,7 +5,7 @@ integers are modulo 2**64:
 
     key   = mix(s + GAMMA * (p + 1))
     bits  = mix(key + GAMMA * (i + 1))
-    u     = ((bits >> 11) + 0.5) * 2**-53        float64
+    u     = ((bits >> 12) + 0.5) * 2**-52        float64, never 0 or 1
     noise = -log(-log(u))                        float64
 
 where mix is the finaliser of splitmix64. The pick is the argmax over the kept ids of
@@ -119,7 +119,7 @@ def gumbel_noise(seed: int, position: int, num_ids: int) -> Float64s:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     bits = z ^ (z >> np.uint64(31))
-    uniform = ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    uniform = ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
     return -np.log(-np.log(uniform))
 
 

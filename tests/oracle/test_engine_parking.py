@@ -48,7 +48,7 @@ def read(
     """Read ids in pieces that end at `cuts`; returns the first output token. A piece may leave checkpoint 1."""
     starts = (start,)
     first = len(start.resume.token_ids) if start.resume else 0
-    tokens: tuple[int, ...] = ()
+    tokens: list[int] = []
     for end in [*cuts, len(ids)]:
         if end <= first:
             continue
@@ -62,7 +62,7 @@ def read(
         result = engine.run_window(WindowPlan(starts=starts, chunks=(chunk,)))
         starts, first = (), end
         if result.tokens:
-            tokens = result.tokens[0].token_ids
+            tokens = list(result.tokens[0].token_ids)
     return tokens[0]
 
 

@@ -47,7 +47,7 @@ def noise_in_python_ints(seed: int, position: int, token_id: int) -> float:
     gamma = 0x9E3779B97F4A7C15
     key = finalise((seed + gamma * (position + 1)) % 2**64)
     bits = finalise((key + gamma * (token_id + 1)) % 2**64)
-    u = (float(bits >> 11) + 0.5) * 2.0**-53
+    u = (float(bits >> 12) + 0.5) * 2.0**-52
     return -math.log(-math.log(u))
 
 
@@ -69,18 +69,24 @@ def test_mix_is_the_finaliser_of_splitmix64() -> None:
 @pytest.mark.parametrize(
     ("seed", "position", "token_id", "noise"),
     [
-        (0, 0, 0, 0.8509171899612388),
-        (0, 0, 1, 1.0357928357330768),
-        (1, 0, 0, 0.000842869924849426),
+        (0, 0, 0, 0.8509171899612384),
+        (0, 0, 1, 1.0357928357330763),
+        (1, 0, 0, 0.0008428699248495371),
         (0, 1, 0, -0.25193192759912103),
-        (42, 7, 1000, 0.025627735532492375),
-        (18446744073709551615, 262143, 248319, 0.8886369223511777),
-        (9223372036854775808, 12345, 8191, -0.1024393084543428),
+        (42, 7, 1000, 0.02562773553249226),
+        (18446744073709551615, 262143, 248319, 0.8886369223511782),
+        (9223372036854775808, 12345, 8191, -0.1024393084543426),
     ],
 )
 def test_noise_has_known_answers(seed: int, position: int, token_id: int, noise: float) -> None:
     assert noise_in_python_ints(seed, position, token_id) == pytest.approx(noise, rel=1e-12)
     assert gumbel_noise(seed, position, token_id + 1)[token_id] == pytest.approx(noise, rel=1e-12)
+
+
+def test_the_largest_and_the_smallest_bits_have_finite_noise() -> None:
+    for bits in (0, 2**64 - 1):
+        u = (float(bits >> 12) + 0.5) * 2.0**-52
+        assert 0.0 < u < 1.0
 
 
 @given(seed=st.integers(0, 2**64 - 1), position=st.integers(0, 2**20))
