@@ -163,6 +163,9 @@ class DraftBid:
     """Draft to the cap whatever it costs."""
 
 
+NO_DRAFTS = DraftBid(cap=0, survival=_ZEROS, reach=_ZEROS)
+
+
 def choose_depths(bids: tuple[DraftBid, ...], costs: WindowCosts) -> tuple[int, ...]:
     """One depth per bid, together giving the most expected tokens per second.
 
@@ -170,7 +173,7 @@ def choose_depths(bids: tuple[DraftBid, ...], costs: WindowCosts) -> tuple[int, 
     from the likeliest down while they raise the rate.
     """
     caps = tuple(bid.cap for bid in bids)
-    if not costs.verify.is_measured:
+    if not costs.verify.is_measured or not any(caps):
         return caps
     candidates = [_fill(bids, costs, longest) for longest in range(max(caps, default=0) + 1)]
     _, depths = max(candidates, key=lambda candidate: candidate[0])
@@ -179,16 +182,16 @@ def choose_depths(bids: tuple[DraftBid, ...], costs: WindowCosts) -> tuple[int, 
 
 def _fill(bids: tuple[DraftBid, ...], costs: WindowCosts, longest: int) -> tuple[float, list[int]]:
     """(tokens per second, depths) of the best window whose chains are at most `longest`."""
-    tokens = float(len(bids))
+    tokens, slope_s = float(len(bids)), costs.verify.slope_s
     seconds = (
         costs.verify.base_s
-        + costs.verify.slope_s * len(bids)
+        + slope_s * len(bids)
         + costs.draft.base_s
         + costs.draft.slope_s * _num_steps(bids, longest)
     )
     depths = [0] * len(bids)
     for survival, depth, index in _rows(bids, longest):
-        row_s = costs.verify.slope_s * bids[index].reach[depth - 1]
+        row_s = slope_s * bids[index].reach[depth - 1]
         worth = (tokens + survival) * seconds > tokens * (seconds + row_s)
         if worth and depths[index] == depth - 1:
             depths[index] = depth

@@ -18,6 +18,7 @@ from engine.interface import (
 )
 from scheduler.draft import (
     EXPLORE_EVERY,
+    NO_DRAFTS,
     Acceptance,
     DraftBid,
     WindowCosts,
@@ -110,18 +111,21 @@ def _next_chunk(slot: Slot, rules: WindowRules) -> PrefillChunk:
 
 
 def _plan_decodes(decoding: tuple[Slot, ...], pace: Pace) -> tuple[DecodeStep, ...]:
-    bids = tuple(
-        DraftBid(
-            cap=slot.sequence.draft_cap,
-            survival=slot.sequence.acceptance.survival(pace.everyone),
-            reach=slot.sequence.acceptance.reach(pace.everyone),
-            explore=slot.sequence.num_steps % EXPLORE_EVERY == 0,
-        )
-        for slot in decoding
-    )
+    bids = tuple(_draft_bid(slot.sequence, pace.everyone) for slot in decoding)
     return tuple(
         DecodeStep(slot=slot.index, max_draft=depth, spec_min_p=slot.sequence.spec_min_p)
         for slot, depth in zip(decoding, choose_depths(bids, pace.costs), strict=True)
+    )
+
+
+def _draft_bid(sequence: SequenceState, everyone: Acceptance) -> DraftBid:
+    if sequence.draft_cap == 0:
+        return NO_DRAFTS
+    return DraftBid(
+        cap=sequence.draft_cap,
+        survival=sequence.acceptance.survival(everyone),
+        reach=sequence.acceptance.reach(everyone),
+        explore=sequence.num_steps % EXPLORE_EVERY == 0,
     )
 
 
