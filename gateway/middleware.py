@@ -29,6 +29,8 @@ REQUEST_ID = "stratagate.request_id"
 """Scope key: id of the request, the client's own where it sent a usable one."""
 
 _GOOD_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_PROBES = frozenset({"/health", "/ready", "/metrics"})
+"""Paths that are asked for every few seconds; their lines would bury the others."""
 _access = logging.getLogger("stratagate.access")
 _log = logging.getLogger("stratagate.gateway")
 
@@ -69,7 +71,9 @@ class Envelope:
                 raise
             await error_response(reply_for(error))(scope, receive, send_with_id)
         finally:
-            _access.info(
+            is_probe = scope["path"] in _PROBES and status == 200
+            _access.log(
+                logging.DEBUG if is_probe else logging.INFO,
                 "%s %s %s %.3fs id=%s%s",
                 scope["method"],
                 scope["path"],

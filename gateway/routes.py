@@ -185,20 +185,20 @@ class Endpoints:
         meter: Meter,
     ) -> Generation:
         files = self._service.files
-        is_chat = isinstance(body, ChatRequest)
+        tools = body.tools if isinstance(body, ChatRequest) else None
         choices = [
             Choice(
                 item,
                 files,
                 body.options.stop,
-                OutputParser(in_thought=item.in_thought, tools=body.tools) if is_chat else None,
+                None if tools is None else OutputParser(in_thought=item.in_thought, tools=tools),
             )
             for item in prepared
         ]
         generation = Generation(
             choices,
             self._scheduler.submit,
-            counts_reasoning=is_chat and files.think_ids is not None,
+            counts_reasoning=tools is not None and files.think_ids is not None,
         )
         meter.accepted(generation.prompt_tokens)
         return generation

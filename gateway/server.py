@@ -30,7 +30,7 @@ from scheduler.errors import EngineStartFailed
 from scheduler.factory import build_scheduler
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator
     from types import FrameType
 
     from starlette.applications import Starlette
@@ -101,7 +101,7 @@ async def _serve(config: AppConfig, version: str) -> int:
 
 
 @contextmanager
-def _cancelled_by(sig: signal.Signals) -> Iterator[None]:
+def _cancelled_by(sig: signal.Signals) -> Generator[None]:
     """A signal ends the current task as an interrupt from the keyboard does, so that what it started is cleaned up."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None

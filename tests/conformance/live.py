@@ -56,7 +56,7 @@ class Live:
         await until(lambda: self.busy_slots >= count)
 
 
-async def until(holds: Callable[[], bool], seconds: float = 3.0) -> None:
+async def until(holds: Callable[[], bool], seconds: float = 10.0) -> None:
     """Wait for something that has no event; TimeoutError when it takes too long."""
     async with asyncio.timeout(seconds):
         while not holds():  # noqa: ASYNC110

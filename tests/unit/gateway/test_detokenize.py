@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gateway.detokenize import Detokenizer, StopMatcher, hold_from
@@ -8,7 +8,7 @@ from gateway.tokenizer import ControlToken
 from scheduler.messages import TokenLogprobs
 from tests.conformance.live import default_files
 
-QUICK = settings(max_examples=60, deadline=None)
+QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 SPLITS = st.lists(st.integers(1, 6), max_size=80)
 
 

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gateway.output_parser import OutputParser
 
-QUICK = settings(max_examples=60, deadline=None)
+QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 TEXTS = st.lists(
     st.sampled_from(["<think>", "</think>", "<", "/", "think", ">", "\n", " ", "a", "b", "</thi"]),
     max_size=14,

@@ -4,7 +4,7 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gateway.chat_messages import Message, Role, ToolCall
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from gateway.fields import JsonObject
 
-QUICK = settings(max_examples=60, deadline=None)
+QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 FILES = default_files()
 CONTROL = {token.id: token.text for token in FILES.tokenizer.control_tokens}
 MARKS = "\U0010fffe\U0010ffff"
