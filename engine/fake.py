@@ -82,13 +82,6 @@ class FakeScript:
     faults: tuple[Fault, ...] = ()
 
 
-def scripted_token(
-    script: FakeScript, prompt_ids: tuple[int, ...], sampling: SamplingParams, index: int
-) -> int:
-    """Output token number `index` of a sequence, whatever the schedule."""
-    return _token(script, _digest(prompt_ids), sampling, index)
-
-
 def expected_output(
     script: FakeScript, prompt_ids: tuple[int, ...], sampling: SamplingParams, max_tokens: int
 ) -> tuple[int, ...]:

@@ -48,11 +48,6 @@ class Roster:
         self._mean_seat_s = 0.0
         self._counters = Counters()
 
-    @property
-    def is_empty(self) -> bool:
-        """No sequence waits or has a seat."""
-        return not self._waiting and self._table.num_free == len(self._table)
-
     def admit(self, request: GenerateRequest) -> RequestHandle:
         """Queue a request. Raises Overloaded."""
         if not self._waiting.has_room(self._table.num_free):

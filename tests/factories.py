@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
@@ -138,11 +138,6 @@ async def collect(handle: RequestHandle) -> Collected:
             case Finished() | Failed():
                 return Collected(token_ids=token_ids, last=event)
     return Collected(token_ids=token_ids, last=None)
-
-
-def without_faults(fake: FakeScript) -> FakeScript:
-    """The same tokens, nothing going wrong."""
-    return replace(fake, faults=(), load_error=None, load_dies=False)
 
 
 async def launch_in_process(script: FakeScript) -> EngineLink:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from engine.errors import KernelFailure, ModelLoadError, PlanError
-from engine.fake import FakeEngine, FakeScript, Fault, FaultKind, expected_output, scripted_token
+from engine.fake import FakeEngine, FakeScript, Fault, FaultKind, expected_output
 from engine.interface import (
     DecodeStep,
     PrefillChunk,
@@ -67,7 +67,7 @@ def test_a_contradictory_plan_is_refused_and_changes_nothing(plan: WindowPlan) -
     with pytest.raises(PlanError):
         engine.run_window(plan)
     tokens = engine.run_window(WindowPlan(decodes=(step(0),))).tokens
-    assert tokens[0].token_ids == (scripted_token(SCRIPT, (1, 2, 3), GREEDY, 1),)
+    assert tokens[0].token_ids == expected_output(SCRIPT, (1, 2, 3), GREEDY, 2)[1:]
 
 
 def test_rows_beyond_the_context_are_refused() -> None:
