@@ -95,7 +95,7 @@ async def _serve(config: AppConfig, version: str) -> int:
             url=url_of(listener),
             ready_s=time.monotonic() - started_s,
         )
-        return await server.run(listener)
+        return await server.serve_on(listener)
     finally:
         await scheduler.stop(0.0)
 
@@ -194,7 +194,7 @@ class GracefulServer(uvicorn.Server):
         self._stopping: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def run(self, listener: socket.socket) -> int:  # type: ignore[override]
+    async def serve_on(self, listener: socket.socket) -> int:
         """Serve on a listener until stopped; returns the exit status."""
         self._loop = asyncio.get_running_loop()
         watching = asyncio.create_task(self._watch_fatal(), name="fatal watch")

@@ -98,7 +98,7 @@ async def live_server(
     url = url_of(listener)
     service = build_service(gateway, scheduler, files, "test")
     server = GracefulServer(build_app(service), scheduler, gateway)
-    task = asyncio.create_task(server.run(listener))
+    task = asyncio.create_task(server.serve_on(listener))
     client = httpx.AsyncClient(base_url=url, headers=headers, timeout=10.0)
     try:
         async with client:
