@@ -71,7 +71,7 @@ class Envelope:
                 raise
             await error_response(reply_for(error))(scope, receive, send_with_id)
         finally:
-            is_probe = scope["path"] in _PROBES and status == 200
+            is_probe = scope["path"] in _PROBES
             _access.log(
                 logging.DEBUG if is_probe else logging.INFO,
                 "%s %s %s %.3fs id=%s%s",
