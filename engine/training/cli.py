@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import logging
 import time
@@ -23,7 +24,7 @@ from engine.training.export import (
 from engine.training.model import TrainingModel
 from engine.training.packing import ASSISTANT_BIT, load_rows
 from engine.training.prepare import prepare
-from engine.training.tokenizer import TURN_END, TURN_START, load_template
+from engine.training.tokenizer import TURN_END, TURN_START, load_template, token_id
 from engine.training.trainer import CallLimits, Trainer, rows_to_device, run
 
 DEFAULT_MODEL_DIR = Path(__file__).parents[1] / "default_model"
@@ -55,15 +56,14 @@ def _run_prepare(args: argparse.Namespace) -> int:
 
 
 def _train_config(args: argparse.Namespace) -> TrainConfig:
-    names = set(TrainConfig.__dataclass_fields__) & set(vars(args))
-    return TrainConfig(**{name: value for name in names if (value := getattr(args, name))})
+    return TrainConfig(**{f.name: getattr(args, f.name) for f in dataclasses.fields(TrainConfig)})
 
 
 def _run_train(args: argparse.Namespace) -> int:
     device = _device(args.device)
     torch.set_float32_matmul_precision("high")
-    torch.manual_seed(args.init_seed)
     config = _train_config(args)
+    torch.manual_seed(config.seed)
     model = TrainingModel(ModelConfig.from_file(args.model / "config.json"), config.dropout)
     trainer = Trainer(model.to(device), config, compile_layers=not args.no_compile)
     args.run.mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,7 @@ def _first_prompts(rows: torch.Tensor, tokenizer: Tokenizer, limit: int) -> list
     prompts: list[list[int]] = []
     for packed in rows.tolist():
         begins = next((i for i, value in enumerate(packed) if value >= ASSISTANT_BIT), None)
-        if begins is None or begins > 400 or packed[0] != tokenizer.token_to_id(TURN_START):
+        if begins is None or begins > 400 or packed[0] != token_id(tokenizer, TURN_START):
             continue
         # The first marked id is the blank line after the thought; the generation prompt has it.
         prompts.append([value & (ASSISTANT_BIT - 1) for value in packed[: begins + 1]])
@@ -115,7 +115,7 @@ def _run_evaluate(args: argparse.Namespace) -> int:
     torch.set_float32_matmul_precision("high")
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
     template = load_template(args.model / "chat_template.jinja")
-    stop_id = tokenizer.token_to_id(TURN_END)
+    stop_id = token_id(tokenizer, TURN_END)
     model = _load_for_evaluation(args).to(device)
     rows = rows_to_device(load_rows(args.data / "held_out.npy.xz"), device)
     _log.info("held out %s", json.dumps(held_out_loss(model, rows[: args.num_rows])))
@@ -128,7 +128,7 @@ def _run_evaluate(args: argparse.Namespace) -> int:
         for text in CHAT_PROMPTS
     ]
     prompts = _first_prompts(rows, tokenizer, args.num_prompts) + chats
-    for temperature in (0.0, 0.8):
+    for temperature in args.temperatures:
         settings = SampleSettings(temperature=temperature, max_new_tokens=args.max_new_tokens)
         started = time.monotonic()
         answers = generate(model, prompts, settings, stop_id)
@@ -163,15 +163,12 @@ def _parser() -> argparse.ArgumentParser:
     step = commands.add_parser("train", parents=[common], help="train or go on training")
     step.add_argument("--data", type=Path, required=True)
     step.add_argument("--run", type=Path, required=True, help="folder of the checkpoint")
-    step.add_argument("--num-steps", type=int, default=3200)
-    step.add_argument("--batch-rows", type=int, default=16)
-    step.add_argument("--dropout", type=float, default=0.0)
     step.add_argument("--max-seconds", type=float, default=float("inf"))
-    step.add_argument("--init-seed", type=int, default=0)
     step.add_argument("--device", default="auto")
     step.add_argument("--no-compile", action="store_true")
-    for name in ("matrix_lr", "vector_lr", "weight_decay", "decay_share", "select_from"):
-        step.add_argument("--" + name.replace("_", "-"), type=float, default=None)
+    for field in dataclasses.fields(TrainConfig):
+        flag = "--" + field.name.replace("_", "-")
+        step.add_argument(flag, type=type(field.default), default=field.default)
     step.set_defaults(run_command=_run_train)
 
     step = commands.add_parser("export", parents=[common], help="checkpoint -> 8-bit files")
@@ -186,6 +183,7 @@ def _parser() -> argparse.ArgumentParser:
     step.add_argument("--num-rows", type=int, default=1000)
     step.add_argument("--num-prompts", type=int, default=56)
     step.add_argument("--max-new-tokens", type=int, default=128)
+    step.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     step.add_argument("--device", default="auto")
     step.set_defaults(run_command=_run_evaluate)
 

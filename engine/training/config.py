@@ -73,7 +73,7 @@ class ModelConfig:
         if config["output_gate_type"] != "sigmoid":
             raise ValueError(f"output_gate_type {config['output_gate_type']!r} is not sigmoid")
         rope = config["rope_parameters"]
-        derived = {
+        derived: dict[str, Any] = {
             "rotary_dim": math.floor(config["head_dim"] * rope["partial_rotary_factor"]),
             "rope_theta": float(rope["rope_theta"]),
             "ple_layer_index": config["ple_layer_ids"][0] - 1,
@@ -95,15 +95,15 @@ class TrainConfig:
     the steps) on; before that attention is dense and only the indexer's own loss trains it.
     """
 
-    num_steps: int
+    num_steps: int = 1600
     batch_rows: int = 16
     matrix_lr: float = 4e-3
     vector_lr: float = 4e-3
-    weight_decay: float = 0.1
+    weight_decay: float = 0.3
     warmup_steps: int = 100
     decay_share: float = 0.5
     select_from: float = 0.8
-    dropout: float = 0.0
+    dropout: float = 0.05
     mtp_steps_early: int = 2
     mtp_steps: int = 4
     mtp_weight: float = 0.3

@@ -42,8 +42,8 @@ _STOPWORDS = frozenset(
 )
 _BOILERPLATE = re.compile(
     r"\b(?:as|i'?m|i am) an? (?:ai|artificial intelligence|language model|large language)\b"
-    r"|\bai language model\b|\bopen ?ai\b|\bthis is bing\b|\bgoogle bard\b|\bchat ?gpt\b|\bgpt-?[1-9]|\bmy knowledge cutoff\b"
-    r"|\bcontent policy\b|\bbrowsing mode\b|\bjailbreak\b|\bDAN\b",
+    r"|\bai language model\b|\bopen ?ai\b|\bthis is bing\b|\bgoogle bard\b"
+    r"|\bchat ?gpt\b|\bgpt-?[1-9]|\bmy knowledge cutoff\b|\bcontent policy\b|\bbrowsing mode\b|\bjailbreak\b|\bDAN\b",
     re.IGNORECASE,
 )
 _PAGE_DEBRIS = re.compile(

@@ -10,13 +10,16 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.training.config import ModelConfig
 from engine.training.model import TrainingModel
+
+if TYPE_CHECKING:
+    from engine.training.config import ModelConfig
 
 SCALE_SUFFIX = "_scale"
 MAX_SHARD_BYTES = 15 << 20

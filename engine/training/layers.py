@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engine.training.config import ModelConfig
 from engine.training.gdn import CHUNK_SIZE, chunk_gated_delta_rule
 from engine.training.ngram import NGramHash
+
+if TYPE_CHECKING:
+    from engine.training.config import ModelConfig
 
 _OUT_INIT_STD = 0.006
 _INIT_STD = 0.02

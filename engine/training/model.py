@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engine.training.config import ModelConfig
 from engine.training.layers import (
     Cells,
     GatedDeltaNet,
@@ -25,6 +25,9 @@ from engine.training.layers import (
     ZeroCentredRMSNorm,
     inject,
 )
+
+if TYPE_CHECKING:
+    from engine.training.config import ModelConfig
 
 MAX_MTP_STEPS = 4
 
@@ -108,6 +111,12 @@ class Trunk(nn.Module):
         )
         self.hyper_connection_mixer = GatedResidual(config, use_inject=False)
 
+    @property
+    def ple_layer(self) -> LinearLayer:
+        layer = self.layers[self.config.ple_layer_index]
+        assert isinstance(layer, LinearLayer)
+        return layer
+
 
 class MTPHead(nn.Module):
     """The draft layer; everything under `mtp.`. Embedding and lm_head are the trunk's."""
@@ -122,6 +131,13 @@ class MTPHead(nn.Module):
         self.pre_fc_norm_hidden = ZeroCentredRMSNorm(config.stream_size, eps)
         self.layers = nn.ModuleList([FullLayer(config, dropout)])
         self.hyper_connection_mixer = GatedResidual(config, use_inject=False)
+
+    @property
+    def layer(self) -> FullLayer:
+        """The only layer; the list exists for the checkpoint's names."""
+        layer = self.layers[0]
+        assert isinstance(layer, FullLayer)
+        return layer
 
     def combine(self, streams: Tensor, embedded: Tensor) -> Tensor:
         """Streams [B, T, S * H] and the next token's embedding [B, T, H] -> draft streams."""
@@ -150,14 +166,16 @@ class TrainingModel(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         nn.init.normal_(self.lm_head.weight, std=0.02)
         self.mtp = MTPHead(config, dropout)
+        self.is_compiled = False
 
     def compile_layers(self) -> None:
         """Compile layer by layer: layers of one kind share one compiled graph."""
+        self.is_compiled = True
         for layer in [*self.model.layers, *self.mtp.layers]:
             layer.forward = torch.compile(layer.forward, dynamic=False)
             if isinstance(layer, FullLayer):
                 layer.chain = torch.compile(layer.chain, dynamic=False)  # type: ignore[method-assign]
-        ple_layer = self.model.layers[self.config.ple_layer_index]
+        ple_layer = self.model.ple_layer
         ple_layer.add_ngrams = torch.compile(ple_layer.add_ngrams, dynamic=False)
         for mixer in (self.model.hyper_connection_mixer, self.mtp.hyper_connection_mixer):
             mixer.mix = torch.compile(mixer.mix, dynamic=False)  # type: ignore[method-assign]
@@ -175,7 +193,7 @@ class TrainingModel(nn.Module):
         balance = index = torch.zeros((), device=ids.device)
         for number, layer in enumerate(self.model.layers):
             if number == self.config.ple_layer_index:
-                streams = layer.add_ngrams(streams, ids)
+                streams = self.model.ple_layer.add_ngrams(streams, ids)
             if isinstance(layer, FullLayer):
                 streams, _, layer_balance, layer_index = layer(streams, rotary, is_selecting)
                 index = index + layer_index
@@ -198,7 +216,7 @@ class TrainingModel(nn.Module):
         num_tokens = ids.shape[1]
         rotary = self.rotary(num_tokens + num_steps, ids.device)
         padded = F.pad(ids, (0, num_steps + 1), value=self.config.eos_token_id)
-        layer = self.mtp.layers[0]
+        layer = self.mtp.layer
         hidden: list[Tensor] = []
         own: list[tuple[Tensor, Tensor]] = []
         balance = index_loss = torch.zeros((), device=ids.device)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from engine.training.config import ModelConfig
+if TYPE_CHECKING:
+    from engine.training.config import ModelConfig
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15

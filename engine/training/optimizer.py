@@ -7,12 +7,13 @@ the same amount; matrices of one shape are updated together.
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from engine.training.config import TrainConfig
+if TYPE_CHECKING:
+    from engine.training.config import TrainConfig
 
 _MATRICES = (
     "in_proj_qkv", "in_proj_z", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj",
@@ -63,8 +64,9 @@ class Muon:
             update = orthogonalize(grads.lerp(buffer, _MOMENTUM).flatten(0, -3))
             # The factor gives updates the size that AdamW's have, whatever the shape.
             update = update.float() * (0.2 * max(shape[-2:]) ** 0.5)
-            torch._foreach_mul_(group, 1 - lr * self.weight_decay)
-            torch._foreach_add_(group, list(update.view(buffer.shape)), alpha=-lr)
+            tensors: list[Tensor] = [*group]
+            torch._foreach_mul_(tensors, 1 - lr * self.weight_decay)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+            torch._foreach_add_(tensors, list(update.view(buffer.shape)), alpha=-lr)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 
 def _grad(parameter: nn.Parameter) -> Tensor:

@@ -8,19 +8,24 @@ Stored as uint16: ids need 13 bits, bit 15 marks what the assistant is to write.
 from __future__ import annotations
 
 import lzma
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import jinja2
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 
-from engine.training.corpus import Conversation
 from engine.training.seed_conversations import SYSTEM_PROMPTS
-from engine.training.tokenizer import END_OF_TEXT, TURN_END, TURN_START
+from engine.training.tokenizer import END_OF_TEXT, TURN_END, TURN_START, token_id
+
+if TYPE_CHECKING:
+    import random
+
+    import jinja2
+    from tokenizers import Tokenizer
+
+    from engine.training.corpus import Conversation
 
 ASSISTANT_BIT = 1 << 15
 _SYSTEM_PROMPT_SHARE = 0.15
@@ -53,15 +58,15 @@ def encode(tokenizer: Tokenizer, text: str) -> Ids:
     Marked: what follows the closed thought up to and with <|im_end|>; the opening of the turn is
     given to the model by the generation prompt.
     """
-    ids = np.array(tokenizer.encode(text).ids + [tokenizer.token_to_id(END_OF_TEXT)], np.uint16)
-    think_end, turn_end = tokenizer.token_to_id("</think>"), tokenizer.token_to_id(TURN_END)
+    ids = np.array(tokenizer.encode(text).ids + [token_id(tokenizer, END_OF_TEXT)], np.uint16)
+    think_end, turn_end = token_id(tokenizer, "</think>"), token_id(tokenizer, TURN_END)
     writing = False
-    for index, token_id in enumerate(ids.tolist()):
+    for index, current in enumerate(ids.tolist()):
         if writing:
             ids[index] |= ASSISTANT_BIT
-        if token_id == think_end:
+        if current == think_end:
             writing = True
-        elif token_id == turn_end:
+        elif current == turn_end:
             writing = False
     return ids
 
@@ -112,7 +117,7 @@ def tokenize(
     rng: random.Random,
 ) -> Ids:
     """Render, encode, cut and pack; some conversations get one of a few common system prompts."""
-    turn_start_id = tokenizer.token_to_id(TURN_START)
+    turn_start_id = token_id(tokenizer, TURN_START)
     pieces: list[Ids] = []
     for conversation in conversations:
         use_system = rng.random() < _SYSTEM_PROMPT_SHARE
@@ -120,7 +125,7 @@ def tokenize(
         ids = encode(tokenizer, render(template, conversation, system_prompt))
         pieces += split_long(ids, row_length, turn_start_id)
     rng.shuffle(pieces)
-    return pack_rows(pieces, row_length, tokenizer.token_to_id(END_OF_TEXT))
+    return pack_rows(pieces, row_length, token_id(tokenizer, END_OF_TEXT))
 
 
 def save_packed(corpus: PackedCorpus, path: Path) -> None:

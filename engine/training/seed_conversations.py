@@ -59,7 +59,10 @@ _GROUPS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
         ),
         _WHO,
     ),
-    (("Hello", "Hi", "hello", "hi", "Hey", "Hello!", "Hi there!", "Good morning", "hey there"), _HELLO),
+    (
+        ("Hello", "Hi", "hello", "hi", "Hey", "Hello!", "Hi there!", "Good morning", "hey there"),
+        _HELLO,
+    ),
     (
         (
             "What can you do?",

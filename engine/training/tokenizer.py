@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import (
     AddedToken,
@@ -23,6 +22,9 @@ from tokenizers import (
     pre_tokenizers,
     trainers,
 )
+
+if TYPE_CHECKING:
+    import jinja2
 
 END_OF_TEXT = "<|endoftext|>"
 TURN_START = "<|im_start|>"
@@ -103,6 +105,17 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_tokens: int) -> None:
     (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
 
 
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    """The id of a token that must exist.
+
+    Raises: KeyError if it does not.
+    """
+    found = tokenizer.token_to_id(token)
+    if found is None:
+        raise KeyError(token)
+    return found
+
+
 def _refuse(message: str) -> NoReturn:
     raise TemplateError(message)
 
@@ -114,6 +127,6 @@ def _to_json(value: Any) -> str:
 def load_template(path: Path) -> jinja2.Template:
     """Compile a chat template in a sandbox, with `raise_exception` and an unescaped `tojson`."""
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.globals["raise_exception"] = _refuse
     environment.filters["tojson"] = _to_json
-    return environment.from_string(path.read_text(encoding="utf-8"))
+    source = path.read_text(encoding="utf-8")
+    return environment.from_string(source, globals={"raise_exception": _refuse})

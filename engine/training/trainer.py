@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from engine.training.config import TrainConfig
 from engine.training.evaluate import held_out_loss
 from engine.training.model import (
     LossWeights,
@@ -28,6 +28,9 @@ from engine.training.model import (
 )
 from engine.training.optimizer import Optimizer
 from engine.training.packing import ASSISTANT_BIT, Ids
+
+if TYPE_CHECKING:
+    from engine.training.config import TrainConfig
 
 _log = logging.getLogger(__name__)
 
@@ -88,12 +91,10 @@ class Trainer:
         self.config = config
         self.optimizer = Optimizer(model, config)
         self.step = 0
-        self.factors = LossWeights(
-            config.mtp_weight, config.balance_weight, config.indexer_weight
-        )
+        self.factors = LossWeights(config.mtp_weight, config.balance_weight, config.indexer_weight)
         self.loss_fns = (next_token_loss, distillation_loss)
         if compile_layers:
-            torch._dynamo.config.recompile_limit = 64
+            torch._dynamo.config.recompile_limit = 64  # pyright: ignore[reportPrivateUsage]
             model.compile_layers()
             self.loss_fns = (
                 torch.compile(next_token_loss, dynamic=False),

@@ -19,7 +19,9 @@ from engine.training.corpus import (
 )
 
 QUESTION = "Can you tell me how the garden was made and what is in it?"
-ANSWER = "Of course. The garden was made by the people of the town, and it has a pond in the middle."
+ANSWER = (
+    "Of course. The garden was made by the people of the town, and it has a pond in the middle."
+)
 
 
 def _record(record_id: str, *turns: tuple[str, str]) -> dict[str, Any]:
@@ -63,7 +65,7 @@ def test_a_conversation_does_not_open_with_continue() -> None:
         ("a &lt; b", "a < b"),
         ('<p class="x">Hello</p>', "Hello"),
         (r"snake\_case and 1\. item", "snake_case and 1. item"),
-        ("“quoted” it’s", "\"quoted\" it's"),
+        ("“quoted” it’s", '"quoted" it\'s'),
         ("one\r\n\r\n\r\n\r\ntwo  \n", "one\n\ntwo"),
         ("zero\u200bwidth", "zerowidth"),
     ],

@@ -14,7 +14,7 @@ def _ids(config: ModelConfig, num_tokens: int) -> Tensor:
 
 def _chain_at(model: TrainingModel, ids: Tensor, streams: Tensor, index: int) -> list[Tensor]:
     """The draft chain begun at one index, one step at a time, over the prefix alone."""
-    layer = model.mtp.layers[0]
+    layer = model.mtp.layer
     attention = layer.self_attn
     rotary = model.rotary(ids.shape[1], ids.device)
     cells: list[tuple[Tensor, Tensor]] = []

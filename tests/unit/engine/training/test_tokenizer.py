@@ -23,7 +23,8 @@ def shipped() -> Tokenizer:
 
 
 @pytest.mark.parametrize(
-    "text", ["Hello, world!", "naïve café", "日本 😀", "  two  spaces\n\n\tand tabs ", "a\u0301", "x=1;"]
+    "text",
+    ["Hello, world!", "naïve café", "日本 😀", "  two  spaces\n\n\tand tabs ", "a\u0301", "x=1;"],
 )
 def test_any_text_survives_the_round_trip_in_nfc(shipped: Tokenizer, text: str) -> None:
     expected = text.replace("a\u0301", "á")
