@@ -1,6 +1,8 @@
-"""What holds for every test: GPU tests are skipped where there is no CUDA device."""
+"""What holds for every test: GPU tests are skipped where there is no CUDA device; each starts with denormals on."""
 
 from __future__ import annotations
+
+import sys
 
 import pytest
 
@@ -16,6 +18,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_runtest_setup() -> None:
+    """An engine flushes denormals for its whole thread, which is this one; hypothesis refuses to draw floats then."""
+    if "torch" in sys.modules:
+        import torch
+
+        torch.set_flush_denormal(False)
 
 
 @pytest.fixture
