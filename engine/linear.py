@@ -138,7 +138,7 @@ def _padded(weight: Tensor, tile: int) -> Method:
         missing = -m % tile
         if not missing:
             return F.linear(x, weight)
-        return F.linear(F.pad(x, (0, 0, 0, missing)), weight)[:m]
+        return F.linear(torch.constant_pad_nd(x, (0, 0, 0, missing)), weight)[:m]
 
     return padded
 

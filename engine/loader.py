@@ -142,12 +142,16 @@ class ModelLoader:
     def _residual(self, prefix: str, *, inject: bool) -> GatedResidual:
         spec = self._spec
         width = spec.stream_width
-        down = [(f"{prefix}input_mix_weight_down.weight", (spec.mix_rank, width))]
+        norm = self._tensor(f"{prefix}hc_norm.weight", (width,), dtype=torch.float32)
+        down = self._tensor(f"{prefix}input_mix_weight_down.weight", (spec.mix_rank, width))
         if inject:
-            down.append((f"{prefix}block_inject_weight.weight", (spec.num_streams, width)))
+            name = f"{prefix}block_inject_weight.weight"
+            down = torch.cat((down, self._tensor(name, (spec.num_streams, width)) * 0.5))
         return GatedResidual(
-            norm=self._norm(f"{prefix}hc_norm.weight", width, group=spec.hidden),
-            down_inject=self._linear(down),
+            norm=ZeroCentredNorm(
+                norm, eps=spec.norm_eps, group=spec.hidden, factor=1.0 / spec.num_streams
+            ),
+            down_inject=RowLinear(down, exact=self._exact, report=self._report),
             up=self._linear([(f"{prefix}input_mix_weight_up.weight", (width, spec.mix_rank))]),
             num_streams=spec.num_streams,
             rank=spec.mix_rank,

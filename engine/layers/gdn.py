@@ -98,7 +98,7 @@ class GdnLayer:
         spec = self._spec
         heads = spec.num_value_heads
         sizes = [spec.conv_channels, spec.value_channels, heads, heads]
-        qkv, z, b, a = self._in_proj(x).split(sizes, dim=-1)
+        qkv, z, b, a = torch.split_with_sizes(self._in_proj(x), sizes, -1)
         beta = sigmoid(b.to(torch.float32))
         g = softplus(a.to(torch.float32) + self._dt_bias) * self._decay
         return qkv, z, beta, g
@@ -113,12 +113,12 @@ class GdnLayer:
     def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[B, T, C] -> q, k [B, T, K, dk] normalised, v [B, T, V, dv]; all fp32."""
         spec = self._spec
-        q, k, v = mixed.to(torch.float32).split(
-            [spec.key_channels, spec.key_channels, spec.value_channels], dim=-1
-        )
-        q = l2_normalized(q.unflatten(-1, (-1, spec.key_dim))) * spec.key_dim**-0.5
-        k = l2_normalized(k.unflatten(-1, (-1, spec.key_dim)))
-        return q, k, v.unflatten(-1, (-1, spec.value_dim))
+        sizes = [spec.key_channels, spec.key_channels, spec.value_channels]
+        q, k, v = torch.split_with_sizes(mixed.to(torch.float32), sizes, -1)
+        shape = (*mixed.shape[:2], -1, spec.key_dim)
+        q = l2_normalized(q.view(shape)).mul_(spec.key_dim**-0.5)
+        k = l2_normalized(k.view(shape))
+        return q, k, v.view(*mixed.shape[:2], -1, spec.value_dim)
 
     def _steps(
         self,
@@ -159,8 +159,7 @@ class GdnLayer:
     def _output(self, out: Tensor, z: Tensor) -> Tensor:
         """Gated RMS over each head, then the output projection: out [R, V, dv] fp32, z [R, V*dv] -> [R, H]."""
         dtype = z.dtype
-        mean = (out * out).sum(-1, keepdim=True).mul_(1.0 / self._spec.value_dim)
-        normed = (out * torch.rsqrt(mean.add_(self._eps))).to(dtype)
+        normed = F.rms_norm(out, (self._spec.value_dim,), None, self._eps).to(dtype)
         gate = z.unflatten(-1, (-1, self._spec.value_dim)).to(torch.float32)
         gate = sigmoid(gate) if self._spec.gate == "sigmoid" else silu(gate)
         gated = ((self._norm * normed) * gate).to(dtype)

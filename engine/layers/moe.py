@@ -41,7 +41,8 @@ class MoeLayer:
     def __call__(self, x: Tensor) -> Tensor:
         spec = self._spec
         head = self._head(x)
-        logits, gate, shared = head.split([spec.num_experts, 1, 2 * spec.shared_dim], dim=-1)
+        sizes = [spec.num_experts, 1, 2 * spec.shared_dim]
+        logits, gate, shared = torch.split_with_sizes(head, sizes, -1)
         weights, ids = route(logits, spec)
         shared_gate, shared_up = shared.chunk(2, dim=-1)
         out = self._shared_down(silu(shared_gate).mul_(shared_up)).mul_(sigmoid(gate))

@@ -117,7 +117,7 @@ class QsaLayer:
             spec.num_index_heads * spec.index_dim,
             spec.index_dim,
         ]
-        q_gate, k, v, index_q, index_k = self._in_proj(x).split(sizes, dim=-1)
+        q_gate, k, v, index_q, index_k = torch.split_with_sizes(self._in_proj(x), sizes, -1)
         q, gate = q_gate.unflatten(-1, (heads, 2, dim)).unbind(2)
         cos, sin = self._rotary.at(position)
         index_q = self._index_q_norm(index_q.unflatten(-1, (-1, spec.index_dim)))

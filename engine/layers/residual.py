@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 class GatedResidual:
     """Reads one mixed row [T, H] from the streams [T, S*H], and gives each stream's injection weight [T, S].
 
-    down_inject: W [rank + S, S*H] (or [rank, S*H] without injection), up: W [S*H, rank].
+    The formula divides by S three times: before the SiLU, before the sigmoid, in the mean. All three read the normed
+    streams, so `norm` gives them divided by S. down_inject: W [rank + S, S*H], the injection's rows halved (or
+    [rank, S*H] without injection); up: W [S*H, rank].
     """
 
     __slots__ = ("_down", "_hidden", "_norm", "_rank", "_streams", "_up")
@@ -44,11 +46,11 @@ class GatedResidual:
     def read(self, streams: Tensor) -> tuple[Tensor, Tensor]:
         """streams [T, S*H] -> mixed [T, H] and injection weights [T, S] (empty last axis in a final mixer)."""
         normed = self._norm(streams)
-        down = self._down(normed).mul_(1.0 / self._streams)
-        mix = sigmoid(self._up(silu(down[:, : self._rank])))
-        weighted = mix.mul_(normed).unflatten(-1, (self._streams, -1))
-        inject = sigmoid(down[:, self._rank :]).mul_(2.0)
-        return _stream_mean(weighted), inject
+        down = self._down(normed)
+        mix = sigmoid(self._up(silu(down[:, : self._rank]))).mul_(normed)
+        mixed = mix.view(mix.shape[0], self._streams, -1).sum(1)
+        # 2 sigmoid(x) = 1 + tanh(x / 2); the weight's rows are halved already.
+        return mixed, down[:, self._rank :].tanh().add_(1.0)
 
 
 def write_back(streams: Tensor, inject: Tensor, output: Tensor) -> Tensor:
@@ -56,11 +58,3 @@ def write_back(streams: Tensor, inject: Tensor, output: Tensor) -> Tensor:
     shaped = streams.unflatten(-1, (inject.shape[-1], -1))
     shaped.addcmul_(inject.unsqueeze(-1), output.unsqueeze(-2))
     return streams
-
-
-def _stream_mean(x: Tensor) -> Tensor:
-    """Mean over axis 1 of [T, S, H], summed in stream order so that the order never depends on T."""
-    total = x[:, 0] + x[:, 1]
-    for stream in range(2, x.shape[1]):
-        total += x[:, stream]
-    return total.mul_(1.0 / x.shape[1])
