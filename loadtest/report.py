@@ -28,7 +28,7 @@ _METRICS = (
     ("itl", "ITL, per chunk"),
     ("tpot", "TPOT"),
     ("e2e", "whole request"),
-    ("late", "client late by"),
+    ("late", "client late"),
 )
 _SCHEMA = 1
 # In the terminal, so that a table fits 80 columns; the files have all of PERCENTILES.
