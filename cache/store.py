@@ -147,7 +147,8 @@ class ConversationStore:
     def put(self, lease: Lease) -> tuple[NewPage, ...]:
         """Park the prompt up to the lease's last checkpoint and end the lease.
 
-        Returns the pages that must be written for it: none when there is no checkpoint, or the same is parked already.
+        Returns the pages that must be written for it: none when it has no checkpoint of its own, or the same is parked
+        already.
         Raises StoreFull; the lease has ended then as well.
         """
         self._check(lease)
@@ -251,9 +252,9 @@ class ConversationStore:
         assert len(twins) == 1, "parked twice"
 
     def _put(self, lease: Lease) -> tuple[NewPage, ...]:
-        if not lease.checkpoints:
+        num_tokens = lease.checkpoints[-1].position if lease.checkpoints else 0
+        if num_tokens <= lease.num_resumed_tokens:
             return ()
-        num_tokens = lease.checkpoints[-1].position
         tokens = lease.tokens.first(num_tokens)
         twin = next(
             (p for p in self._parked if p.owner == lease.owner and p.tokens == tokens), None

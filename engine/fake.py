@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Container, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NoReturn
@@ -17,11 +17,14 @@ from typing import NoReturn
 from engine.errors import KernelFailure, ModelLoadError, PlanError
 from engine.interface import (
     MAX_SPEC,
+    PAGE_TOKENS,
     DecodeStep,
     EngineInfo,
     PrefillChunk,
+    Resume,
     SamplingParams,
     SlotFailure,
+    SlotStart,
     SlotTokens,
     TokenLogprobs,
     WindowPlan,
@@ -66,6 +69,8 @@ class FakeScript:
     chunk_tokens: int = 64
     max_draft: int = MAX_SPEC
     vocab_size: int = 8192
+    page_bytes: int = 4096
+    checkpoint_bytes: int = 65536
     output_ids: tuple[int, ...] = ()
     """Every sequence's output, its last id repeated for ever; empty: ids from a hash."""
     accepted: tuple[int, ...] = (4, 2, 0, 3, 1)
@@ -101,6 +106,7 @@ class FakeEngine:
         self._script = script
         self._die = die
         self._slots = [_FakeSlot() for _ in range(script.num_slots)]
+        self._parked = _FakeParked()
         self._num_windows = 0
         self._closed = threading.Event()
         self._closed.wait(script.load_s)
@@ -115,8 +121,8 @@ class FakeEngine:
             num_slots=script.num_slots,
             chunk_tokens=script.chunk_tokens,
             max_draft=script.max_draft,
-            page_bytes=0,
-            checkpoint_bytes=0,
+            page_bytes=script.page_bytes,
+            checkpoint_bytes=script.checkpoint_bytes,
             device="none",
             dtype="none",
             kernels="scripted tokens",
@@ -134,10 +140,9 @@ class FakeEngine:
         for fault in faults:
             self._fail(fault)
         self._check(plan)
+        self._park(plan)
         for start in plan.starts:
-            self._slots[start.slot] = _FakeSlot(
-                sampling=start.sampling, uses_drafts=start.uses_drafts
-            )
+            self._slots[start.slot] = _begun(start)
         broken = {fault.slot for fault in faults if fault.kind is FaultKind.SLOT}
         produced = (*self._read(plan.chunks), *self._decode(plan.decodes))
         times = self._times(plan, produced)
@@ -147,6 +152,10 @@ class FakeEngine:
             failures=tuple(self._break(t.slot) for t in produced if t.slot in broken),
             times=times,
         )
+
+    def parked_ids(self) -> tuple[frozenset[int], frozenset[int]]:
+        """Pages and checkpoints that are there."""
+        return frozenset(self._parked.pages), frozenset(self._parked.checkpoints)
 
     def close(self) -> None:
         """Let a hanging window go; refuse all later ones."""
@@ -174,11 +183,9 @@ class FakeEngine:
 
     def _check(self, plan: WindowPlan) -> None:
         """Everything that the interface says about a plan; nothing has been changed when this raises."""
-        if not plan.chunks and not plan.decodes:
-            raise PlanError("the plan has neither chunks nor decode steps")
-        resumed = any(start.resume is not None for start in plan.starts)
-        if plan.suspends or plan.saves or resumed:
-            raise PlanError("the scripted engine parks nothing")
+        if plan == WindowPlan():
+            raise PlanError("the plan has nothing to do")
+        self._check_parking(plan)
         num_slots = self._script.num_slots
         used = [item.slot for item in (*plan.chunks, *plan.decodes)]
         started = [start.slot for start in plan.starts]
@@ -187,13 +194,48 @@ class FakeEngine:
                 raise PlanError(f"a slot appears twice in {what}: {slots}")
             if any(not 0 <= slot < num_slots for slot in slots):
                 raise PlanError(f"{what} use slots {slots}; there are {num_slots}")
-        if idle := set(started) - {chunk.slot for chunk in plan.chunks}:
-            raise PlanError(f"slots {sorted(idle)} are started without a chunk")
+        if idle := set(started) - set(used):
+            raise PlanError(f"slots {sorted(idle)} are started without work")
+        slots = dict(enumerate(self._slots))
+        for start in plan.starts:
+            if start.resume is not None:
+                self._parked.check_resume(start.slot, start.resume, plan)
+            slots[start.slot] = _begun(start)
         for chunk in plan.chunks:
-            fresh = chunk.slot in started
-            self._check_chunk(chunk, _FakeSlot.seated() if fresh else self._slots[chunk.slot])
+            self._check_chunk(chunk, slots[chunk.slot])
         for step in plan.decodes:
-            self._check_step(step, self._slots[step.slot])
+            self._check_step(step, slots[step.slot])
+
+    def _check_parking(self, plan: WindowPlan) -> None:
+        parked = self._parked
+        kept = [chunk.checkpoint_id for chunk in plan.chunks if chunk.checkpoint_id is not None]
+        new_checkpoints = [*(suspend.checkpoint_id for suspend in plan.suspends), *kept]
+        new_pages = [save.page_id for save in plan.saves]
+        _check_ids("pages", plan.drop_page_ids, new_pages, parked.pages)
+        _check_ids("checkpoints", plan.drop_checkpoint_ids, new_checkpoints, parked.checkpoints)
+        num_slots = self._script.num_slots
+        slots = [*(suspend.slot for suspend in plan.suspends), *(save.slot for save in plan.saves)]
+        if any(not 0 <= slot < num_slots for slot in slots):
+            raise PlanError(f"slots {slots} are parked; there are {num_slots}")
+        for suspend in plan.suspends:
+            if not self._slots[suspend.slot].prompt_done:
+                raise PlanError(f"slot {suspend.slot}: suspended before its prompt was read")
+        for save in plan.saves:
+            computed = len(self._slots[save.slot].computed_ids())
+            if not 0 <= save.index * PAGE_TOKENS < computed:
+                raise PlanError(f"slot {save.slot}: page {save.index} of {computed} tokens saved")
+
+    def _park(self, plan: WindowPlan) -> None:
+        parked = self._parked
+        for page_id in plan.drop_page_ids:
+            del parked.pages[page_id]
+        for checkpoint_id in plan.drop_checkpoint_ids:
+            del parked.checkpoints[checkpoint_id]
+        for suspend in plan.suspends:
+            parked.checkpoints[suspend.checkpoint_id] = self._slots[suspend.slot].checkpoint()
+        cells = {slot: self._slots[slot].computed_ids() for slot in {s.slot for s in plan.saves}}
+        for save in plan.saves:
+            parked.pages[save.page_id] = cells[save.slot]
 
     def _check_chunk(self, chunk: PrefillChunk, slot: _FakeSlot) -> None:
         where = f"chunk of slot {chunk.slot}"
@@ -237,6 +279,8 @@ class FakeEngine:
             slot = self._slots[chunk.slot]
             slot.prompt_ids += chunk.token_ids
             slot.num_computed += len(chunk.token_ids)
+            if chunk.checkpoint_id is not None:
+                self._parked.checkpoints[chunk.checkpoint_id] = slot.checkpoint()
             if chunk.is_last:
                 slot.prompt_done = True
                 slot.digest = _digest(slot.prompt_ids)
@@ -260,8 +304,8 @@ class FakeEngine:
         assert sampling is not None
         ids: list[int] = []
         while len(ids) < num_accepted + 1 and not slot.ended:
-            ids.append(_token(self._script, slot.digest, sampling, slot.num_output))
-            slot.num_output += 1
+            ids.append(_token(self._script, slot.digest, sampling, len(slot.output_ids)))
+            slot.output_ids.append(ids[-1])
             slot.ended = ids[-1] in sampling.stop_token_ids
         return SlotTokens(
             slot=index,
@@ -305,13 +349,77 @@ class _FakeSlot:
     digest: bytes = field(default=b"", repr=False)
     num_computed: int = 0
     prompt_done: bool = False
-    num_output: int = 0
+    output_ids: list[int] = field(default_factory=list[int])
     num_steps: int = 0
     ended: bool = False
 
-    @classmethod
-    def seated(cls) -> _FakeSlot:
-        return cls(sampling=SamplingParams())
+    def computed_ids(self) -> tuple[int, ...]:
+        """The ids whose cells it has."""
+        return (*self.prompt_ids, *self.output_ids[:-1])
+
+    def checkpoint(self) -> _FakeCheckpoint:
+        return _FakeCheckpoint(prompt_ids=self.prompt_ids, output_ids=tuple(self.output_ids))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FakeCheckpoint:
+    prompt_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]
+    """Empty: of a prompt piece."""
+
+    @property
+    def num_computed(self) -> int:
+        return len(self.prompt_ids) + max(0, len(self.output_ids) - 1)
+
+
+class _FakeParked:
+    """What pages and checkpoints hold: the ids they were computed from."""
+
+    def __init__(self) -> None:
+        self.pages: dict[int, tuple[int, ...]] = {}
+        """All ids of the slot a page was saved from."""
+        self.checkpoints: dict[int, _FakeCheckpoint] = {}
+
+    def check_resume(self, slot: int, resume: Resume, plan: WindowPlan) -> None:
+        """Raises PlanError unless all of it is there before the plan and after its drops, and of these very ids."""
+        where = f"slot {slot}"
+        checkpoint = self.checkpoints.get(resume.checkpoint_id)
+        if checkpoint is None or resume.checkpoint_id in plan.drop_checkpoint_ids:
+            raise PlanError(f"{where}: checkpoint {resume.checkpoint_id} is not parked")
+        ids = (*checkpoint.prompt_ids, *checkpoint.output_ids)
+        if resume.token_ids != ids or resume.num_output != len(checkpoint.output_ids):
+            raise PlanError(f"{where}: the checkpoint is of other tokens")
+        computed = checkpoint.num_computed
+        if len(resume.page_ids) != -(-computed // PAGE_TOKENS):
+            raise PlanError(f"{where}: {len(resume.page_ids)} pages for {computed} tokens")
+        for index, page_id in enumerate(resume.page_ids):
+            end = min(computed, (index + 1) * PAGE_TOKENS)
+            if page_id not in self.pages or page_id in plan.drop_page_ids:
+                raise PlanError(f"{where}: page {page_id} is not parked")
+            if self.pages[page_id][:end] != ids[:end]:
+                raise PlanError(f"{where}: page {page_id} is of other tokens")
+
+
+def _begun(start: SlotStart) -> _FakeSlot:
+    slot = _FakeSlot(sampling=start.sampling, uses_drafts=start.uses_drafts)
+    resume = start.resume
+    if resume is not None:
+        first_output = len(resume.token_ids) - resume.num_output
+        slot.prompt_ids = resume.token_ids[:first_output]
+        slot.output_ids = list(resume.token_ids[first_output:])
+        slot.prompt_done = resume.num_output > 0
+        slot.num_computed = len(slot.computed_ids())
+        slot.digest = _digest(slot.prompt_ids)
+    return slot
+
+
+def _check_ids(
+    what: str, dropped: Collection[int], new: Collection[int], parked: Container[int]
+) -> None:
+    if len(set(dropped)) != len(dropped) or any(i not in parked for i in dropped):
+        raise PlanError(f"{what} {list(dropped)} are dropped, not all of them are parked")
+    if len(set(new)) != len(new) or any(i in parked for i in new):
+        raise PlanError(f"{what} {list(new)}: required new ids, each once")
 
 
 def _digest(prompt_ids: tuple[int, ...]) -> bytes:

@@ -7,11 +7,14 @@ the earliest arrival. Priority is strict: it can starve lower ones, fairness can
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from scheduler.sequence import Phase, SequenceState
+
 if TYPE_CHECKING:
-    from scheduler.sequence import SequenceState
+    from scheduler.slots import Slot
 
 
 class WaitingQueue:
@@ -26,6 +29,9 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    def __iter__(self) -> Iterator[SequenceState]:
+        return iter(self._waiting)
+
     def arrivals(self) -> frozenset[int]:
         """Who waits."""
         return frozenset(sequence.arrival for sequence in self._waiting)
@@ -37,8 +43,8 @@ class WaitingQueue:
     def add(self, sequence: SequenceState) -> None:
         self._waiting.append(sequence)
 
-    def take_next(self, seated: Iterable[SequenceState]) -> SequenceState:
-        """Remove and return who is next; `seated` are the sequences that have seats now."""
+    def next_up(self, seated: Iterable[SequenceState]) -> SequenceState:
+        """Who is next; `seated` are the sequences that have seats now."""
         num_seats = Counter(sequence.request.owner for sequence in seated)
 
         def rank(sequence: SequenceState) -> tuple[int, int, int, int]:
@@ -46,7 +52,11 @@ class WaitingQueue:
             served = self._last_served.get(owner, 0)
             return -sequence.request.priority, num_seats[owner], served, sequence.arrival
 
-        chosen = min(self._waiting, key=rank)
+        return min(self._waiting, key=rank)
+
+    def take_next(self, seated: Iterable[SequenceState]) -> SequenceState:
+        """Remove and return who is next."""
+        chosen = self.next_up(seated)
         self._waiting.remove(chosen)
         self._num_served += 1
         self._last_served[chosen.request.owner] = self._num_served
@@ -66,6 +76,49 @@ class WaitingQueue:
     def take_all(self) -> tuple[SequenceState, ...]:
         taken, self._waiting = tuple(self._waiting), []
         return taken
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreemptionRules:
+    """When a decoding sequence gives its slot to one that waits."""
+
+    wait_s: float
+    """So long the one who is next must have waited."""
+    run_s: float
+    """So long the one who gives way must have had its slot."""
+    max_times: int
+    """So often a sequence gives way, at most."""
+
+
+def pick_preempted(
+    next_up: SequenceState, slots: Iterable[Slot], now_s: float, rules: PreemptionRules
+) -> Slot | None:
+    """Who gives way to `next_up` when all slots are taken, if anyone has to.
+
+    Never one of higher priority. First of the lowest priority, then of the owner with the most seats, then who had
+    its slot longest.
+    """
+    if now_s - next_up.waiting_since_s < rules.wait_s:
+        return None
+    taken = tuple(slots)
+    num_seats = Counter(slot.sequence.request.owner for slot in taken)
+
+    def gives_way(sequence: SequenceState) -> bool:
+        return (
+            sequence.phase is Phase.DECODING
+            and sequence.is_started
+            and not sequence.cancelled
+            and sequence.request.priority <= next_up.request.priority
+            and sequence.num_suspensions < rules.max_times
+            and now_s - sequence.seated_at_s >= rules.run_s
+        )
+
+    def rank(slot: Slot) -> tuple[int, int, float, int]:
+        request = slot.sequence.request
+        since_s = slot.sequence.seated_at_s
+        return request.priority, -num_seats[request.owner], since_s, slot.sequence.arrival
+
+    return min((slot for slot in taken if gives_way(slot.sequence)), key=rank, default=None)
 
 
 MIN_RETRY_AFTER_S = 1.0

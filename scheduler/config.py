@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from cache.config import CacheConfig
 from engine.config import DEFAULT_MODEL, EngineConfig, model_path
 from engine.fake import FakeScript
 
 __all__ = [
     "DEFAULT_MODEL",
+    "CacheConfig",
     "EngineConfig",
     "FakeScript",
     "SchedulerConfig",
@@ -53,4 +55,11 @@ class SchedulerConfig:
     """Seconds of decoding owed to the running slots for each second of prompt reading; 0 reads at full speed."""
     max_passes: int = 4
     """A prompt that others overtook at so many chunk boundaries goes next."""
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    preempt_wait_s: float = 10.0
+    """A request that waited so long for a slot may get that of a decoding one, which is kept and goes on later."""
+    preempt_run_s: float = 10.0
+    """... that has had it for so long."""
+    max_preemptions: int = 2
+    """So often a request gives way, at most; 0: never."""
     supervision: SupervisionConfig = field(default_factory=SupervisionConfig)

@@ -45,7 +45,7 @@ class SchedulerLoop:
                 await self._run_while_busy()
             except WindowRefused as error:
                 _LOG.error("the engine refused a window: %s", error)
-                self._roster.fail_seated(SlotFailed(f"the engine refused the window: {error}"))
+                self._roster.window_refused(SlotFailed(f"the engine refused the window: {error}"))
             except EngineDead as error:
                 _LOG.error("requests in flight are lost: %s", error)
                 self._roster.fail_all(error)
@@ -62,6 +62,7 @@ class SchedulerLoop:
     async def _run_while_busy(self) -> None:
         roster = self._roster
         while True:
+            roster.follow_engine(self._engine.generation)
             roster.give_up_overdue()
             roster.seat_waiting()
             plan = roster.plan()

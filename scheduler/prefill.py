@@ -27,6 +27,13 @@ def chunk_end(
         return limit
 
 
+def is_cut(
+    prompt_ids: tuple[int, ...], position: int, *, chunk_tokens: int, turn_token_id: int | None
+) -> bool:
+    """Whether a chunk of the prompt ends at `position`, which lies inside the prompt."""
+    return position % chunk_tokens == 0 or prompt_ids[position] == turn_token_id
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptBid:
     """A prompt that wants its next chunk read."""

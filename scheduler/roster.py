@@ -6,21 +6,30 @@ and submit may come at any time and the slots still have one owner.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import partial
 from typing import TYPE_CHECKING
 
-from scheduler.admission import WaitingQueue, retry_after_s
-from scheduler.errors import DeadlineExceeded, Overloaded
+from scheduler.admission import PreemptionRules, WaitingQueue, pick_preempted, retry_after_s
+from scheduler.errors import DeadlineExceeded, EngineDead, Overloaded
 from scheduler.handle import RequestHandle
 from scheduler.messages import Failed, Finished, GenerateRequest, TokenEvent, Tokens
+from scheduler.parking import Parking
 from scheduler.prefill import ReadShare
 from scheduler.sequence import Phase, SequenceState
-from scheduler.slots import SlotTable
+from scheduler.slots import Slot, SlotTable
 from scheduler.stats import Counters, Outcome, SlotView, Totals, outcome_of
-from scheduler.window import Pace, WindowRules, apply_result, measured, plan_window
+from scheduler.window import (
+    Pace,
+    WindowRules,
+    apply_result,
+    broken_slots,
+    measured,
+    plan_window,
+)
 
 if TYPE_CHECKING:
+    from cache.store import StoreStats
     from engine.interface import EngineInfo, WindowPlan, WindowResult
     from scheduler.config import SchedulerConfig
 
@@ -41,6 +50,13 @@ class Roster:
             turn_token_id=config.turn_token_id,
             max_passes=config.max_passes,
         )
+        self._preemption = PreemptionRules(
+            wait_s=config.preempt_wait_s,
+            run_s=config.preempt_run_s,
+            max_times=config.max_preemptions,
+        )
+        self._parking = Parking(config.cache, info, turn_token_id=config.turn_token_id)
+        self._generation: int | None = None
         self._pace = Pace(share=ReadShare(decode_share=config.decode_share))
         self._waiting = WaitingQueue(config.max_queue)
         self._table = SlotTable(info.num_slots)
@@ -65,6 +81,7 @@ class Roster:
             deadline_at_s=None if deadline_s is None else now + deadline_s,
             max_draft=info.max_draft if asked_draft is None else min(asked_draft, info.max_draft),
             spec_min_p=self._config.spec_min_p if asked_min_p is None else asked_min_p,
+            waiting_since_s=now,
         )
         handle = RequestHandle(request, submitted_s=now, on_cancel=partial(self._cancel, sequence))
         self._counters.submitted += 1
@@ -76,43 +93,85 @@ class Roster:
         """Fail everyone whose deadline has passed."""
         now = self._clock()
         overdue = self._waiting.take_overdue(now)
+        for sequence in overdue:
+            self._parking.forget(sequence)
         for slot in tuple(self._table):
             if slot.sequence.is_overdue(now):
                 overdue += (self._table.release(slot.index),)
+                self._parking.left(slot)
         for sequence in overdue:
             limit_s = sequence.request.deadline_s
             error = DeadlineExceeded(f"not finished within its deadline of {limit_s} s")
             self._publish(sequence, Failed(error=error))
 
     def seat_waiting(self) -> None:
-        """Give free seats to those who are next."""
+        """Give free seats to those who are next, then the seats of those who have to give way."""
+        now = self._clock()
         while self._waiting and self._table.num_free:
+            self._seat_next(now)
+        while self._waiting:
             seated = [slot.sequence for slot in self._table]
-            sequence = self._waiting.take_next(seated)
-            self._table.seat(sequence)
-            self._handles[sequence.arrival].started_s = self._clock()
+            next_up = self._waiting.next_up(seated)
+            slot = pick_preempted(next_up, self._table, now, self._preemption)
+            if slot is None:
+                return
+            slot.sequence.num_suspensions += 1
+            if not self._parking.suspend(slot):
+                continue
+            self._counters.preemptions += 1
+            suspended = self._table.suspend(slot.index)
+            self._seat_next(now)
+            suspended.waiting_since_s = now
+            self._waiting.add(suspended)
 
     def plan(self) -> WindowPlan | None:
         """The next window, None when there is nothing to do."""
-        return plan_window(self._table, self._rules, self._pace)
+        return self._parking.complete(
+            plan_window(self._table, self._rules, self._pace), self._table
+        )
 
     def apply(self, plan: WindowPlan, result: WindowResult, seconds: float) -> None:
         """Take in a window's result and tell the callers."""
+        if not plan.chunks and not plan.decodes:
+            return
         self._counters.count_window(plan, result, seconds)
         self._pace = measured(self._table, self._pace, plan, result)
-        for news in apply_result(self._table, plan, result):
+        for start in plan.starts:
+            self._parking.started(self._table[start.slot])
+        seated = tuple(self._table)
+        events = apply_result(self._table, plan, result)
+        self._park_ended(seated, broken_slots(plan, result).keys())
+        for news in events:
             self._publish(news.sequence, news.event)
 
     def fail_all(self, error: Exception) -> None:
         """Nobody here can go on."""
         seated = tuple(self._table.release(slot.index) for slot in tuple(self._table))
         for sequence in (*seated, *self._waiting.take_all()):
+            self._parking.forget(sequence)
             self._publish(sequence, Failed(error=error))
 
     def fail_seated(self, error: Exception) -> None:
         """Those who have seats cannot go on."""
         for slot in tuple(self._table):
-            self._publish(self._table.release(slot.index), Failed(error=error))
+            sequence = self._table.release(slot.index)
+            self._parking.forget(sequence)
+            self._publish(sequence, Failed(error=error))
+
+    def window_refused(self, error: Exception) -> None:
+        """The last plan was not carried out: nobody whose state was part of it can go on."""
+        self._fail_waiting([s for s in self._waiting if self._parking.was_refused(s)], error)
+        self.fail_seated(error)
+        self._parking.refused()
+
+    def follow_engine(self, generation: int) -> None:
+        """Forget what was in an engine that is gone."""
+        if self._generation not in (None, generation):
+            error = EngineDead("the engine that held the sequence is gone")
+            self.fail_seated(error)
+            self._fail_waiting([s for s in self._waiting if s.output_ids], error)
+            self._parking.clear()
+        self._generation = generation
 
     @property
     def num_waiting(self) -> int:
@@ -121,6 +180,9 @@ class Roster:
     def totals(self) -> Totals:
         return self._counters.snapshot()
 
+    def parking_stats(self) -> StoreStats:
+        return self._parking.stats()
+
     def slot_views(self) -> tuple[SlotView, ...]:
         taken = {slot.index: slot.sequence for slot in self._table}
         return tuple(_view(index, taken.get(index)) for index in range(len(self._table)))
@@ -128,6 +190,9 @@ class Roster:
     def check_invariants(self) -> None:
         """Raises AssertionError when queue, seats, handles and counts contradict each other."""
         self._table.check_invariants()
+        seated = {slot.sequence.arrival for slot in self._table}
+        suspended = {sequence.arrival for sequence in self._waiting if sequence.output_ids}
+        self._parking.check_integrity(seated | suspended)
         live = {slot.sequence.arrival for slot in self._table if not slot.sequence.cancelled}
         waiting = self._waiting.arrivals()
         assert not live & waiting, "both seated and waiting"
@@ -136,11 +201,37 @@ class Roster:
         num_ended = sum(self._counters.outcomes.values())
         assert self._counters.submitted == num_ended + len(self._handles), "outcomes do not add up"
 
+    def _seat_next(self, now_s: float) -> None:
+        sequence = self._waiting.take_next([slot.sequence for slot in self._table])
+        self._table.seat(sequence)
+        sequence.seated_at_s = now_s
+        self._parking.seated(sequence)
+        handle = self._handles[sequence.arrival]
+        if handle.started_s is None:
+            handle.started_s = now_s
+
+    def _park_ended(self, slots: tuple[Slot, ...], broken: Set[int]) -> None:
+        """Park what the slots' sequences that are over have read."""
+        for slot in slots:
+            if slot.sequence.phase is not Phase.ENDED:
+                continue
+            if slot.index in broken:
+                self._parking.forget(slot.sequence)
+            else:
+                self._parking.left(slot)
+
+    def _fail_waiting(self, sequences: list[SequenceState], error: Exception) -> None:
+        for sequence in sequences:
+            self._waiting.remove(sequence)
+            self._parking.forget(sequence)
+            self._publish(sequence, Failed(error=error))
+
     def _cancel(self, sequence: SequenceState) -> None:
         """The caller left: out of the queue now, out of the seat when its window returns."""
         sequence.cancelled = True
         if sequence.phase is Phase.WAITING:
             self._waiting.remove(sequence)
+            self._parking.forget(sequence)
         handle = self._handles.pop(sequence.arrival)
         handle.ended_s = self._clock()
         self._counters.outcomes[Outcome.CANCELLED] += 1

@@ -7,15 +7,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from scheduler.draft import Acceptance
 from scheduler.messages import FinishReason, GenerateRequest, Usage
+
+if TYPE_CHECKING:
+    from engine.interface import Resume
 
 
 class Phase(StrEnum):
     """Where a sequence stands."""
 
     WAITING = "waiting"
+    """For its first slot, or suspended."""
     READING = "reading"
     """Seated; its prompt is being read."""
     DECODING = "decoding"
@@ -38,6 +43,16 @@ class SequenceState:
     cancelled: bool = False
     num_read_tokens: int = 0
     """Prompt tokens [0, num_read_tokens) are in the slot's state."""
+    num_cached_tokens: int = 0
+    """... and the first so many of them were not read for this request."""
+    resume: Resume | None = None
+    """What its next start begins from."""
+    waiting_since_s: float = 0.0
+    seated_at_s: float = 0.0
+    num_suspensions: int = 0
+    """How often it gave its slot to another, or was asked to and there was no room to keep it."""
+    is_started: bool = False
+    """Whether the engine knows that it sits in its slot."""
     num_passes: int = 0
     """Chunk boundaries at which others went first since the last chunk of this prompt."""
     output_ids: list[int] = field(default_factory=list[int])
@@ -53,6 +68,11 @@ class SequenceState:
     @property
     def num_unread_tokens(self) -> int:
         return self.num_prompt_tokens - self.num_read_tokens
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Positions whose state the engine has, while decoding: all but the last output token."""
+        return self.num_prompt_tokens + len(self.output_ids) - 1
 
     @property
     def num_wanted_tokens(self) -> int:
@@ -77,7 +97,7 @@ class SequenceState:
         return Usage(
             prompt_tokens=self.num_prompt_tokens,
             completion_tokens=len(self.output_ids),
-            cached_tokens=0,
+            cached_tokens=self.num_cached_tokens,
             drafted_tokens=self.num_drafted_tokens,
             accepted_tokens=self.num_accepted_tokens,
         )

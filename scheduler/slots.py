@@ -45,11 +45,12 @@ class SlotTable:
         return tuple(slot for slot in self if slot.sequence.phase is phase)
 
     def seat(self, sequence: SequenceState) -> Slot:
-        """Give a waiting sequence the first free seat; its prompt is read from the start."""
+        """Give a waiting sequence the first free seat; a suspended one goes on decoding."""
         assert sequence.phase is Phase.WAITING
         index = self._seats.index(None)
         self._seats[index] = sequence
-        sequence.phase = Phase.READING
+        sequence.phase = Phase.DECODING if sequence.output_ids else Phase.READING
+        sequence.is_started = False
         return Slot(index=index, sequence=sequence)
 
     def release(self, index: int) -> SequenceState:
@@ -57,6 +58,14 @@ class SlotTable:
         sequence = self[index]
         self._seats[index] = None
         sequence.phase = Phase.ENDED
+        return sequence
+
+    def suspend(self, index: int) -> SequenceState:
+        """Free the seat of a sequence that will go on later."""
+        sequence = self[index]
+        assert sequence.phase is Phase.DECODING
+        self._seats[index] = None
+        sequence.phase = Phase.WAITING
         return sequence
 
     def check_invariants(self) -> None:

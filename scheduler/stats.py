@@ -11,6 +11,7 @@ from scheduler.errors import DeadlineExceeded, EngineDead, SlotFailed
 from scheduler.messages import Failed, Finished, FinishReason
 
 if TYPE_CHECKING:
+    from cache.store import StoreStats
     from scheduler.sequence import Phase
 
 
@@ -68,6 +69,8 @@ class Totals:
     """By depth, 1 to MAX_SPEC: drafts that entered a verify window."""
     drafts_accepted: tuple[int, ...]
     """By depth."""
+    preemptions: int
+    """Decoding sequences that gave their slot to another."""
     windows: int
     window_s: float
     """Seconds from plan to result."""
@@ -80,6 +83,8 @@ class SchedulerStats:
     queued: int
     slots: tuple[SlotView, ...]
     totals: Totals
+    parking: StoreStats | None
+    """None before the first engine is ready."""
     engine_state: EngineState
     restarts: int
     draining: bool
@@ -96,6 +101,7 @@ class Counters:
     completion_tokens: int = 0
     drafts_offered: list[int] = field(default_factory=lambda: [0] * MAX_SPEC)
     drafts_accepted: list[int] = field(default_factory=lambda: [0] * MAX_SPEC)
+    preemptions: int = 0
     windows: int = 0
     window_s: float = 0.0
 
@@ -118,6 +124,7 @@ class Counters:
             completion_tokens=self.completion_tokens,
             drafts_offered=tuple(self.drafts_offered),
             drafts_accepted=tuple(self.drafts_accepted),
+            preemptions=self.preemptions,
             windows=self.windows,
             window_s=self.window_s,
         )

@@ -75,6 +75,8 @@ class EngineSupervisor:
         self._backoff_s = 0.0
         self.state = EngineState.STARTING
         self.restarts = 0
+        self.generation = 0
+        """How many engines were ready so far: what one knew is gone with it."""
         self.info: EngineInfo | None = None
         """Of the engine loaded last."""
         self.started: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
@@ -140,6 +142,7 @@ class EngineSupervisor:
             self.started.set_exception(error)
             return None
         self._link, self.info = link, link.info
+        self.generation += 1
         self.state = EngineState.READY
         if not self.started.done():
             self.started.set_result(link.info)

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from scheduler.slots import Slot, SlotTable
 
 
+_NO_TOKENS = "the engine gave no tokens for this sequence"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowRules:
     """Constants of planning."""
@@ -69,13 +72,17 @@ def plan_window(table: SlotTable, rules: WindowRules, pace: Pace) -> WindowPlan 
     decodes = _plan_decodes(decoding, pace)
     if not chunks and not decodes:
         return None
-    starts = tuple(_start(chunk.slot, table[chunk.slot]) for chunk in chunks if chunk.start == 0)
+    working = (work.slot for work in (*chunks, *decodes))
+    starts = tuple(_start(i, table[i]) for i in working if not table[i].is_started)
     return WindowPlan(starts=starts, chunks=chunks, decodes=decodes)
 
 
 def _start(index: int, sequence: SequenceState) -> SlotStart:
     return SlotStart(
-        slot=index, sampling=sequence.request.sampling, uses_drafts=sequence.max_draft > 0
+        slot=index,
+        sampling=sequence.request.sampling,
+        resume=sequence.resume,
+        uses_drafts=sequence.max_draft > 0,
     )
 
 
@@ -136,25 +143,35 @@ def apply_result(
 
     A cancelled sequence gets no event; its seat is freed here as well.
     """
+    for start in plan.starts:
+        table[start.slot].is_started = True
+        table[start.slot].resume = None
     _count_reading(table, plan)
-    failures = {failure.slot: failure.message for failure in result.failures}
+    broken = broken_slots(plan, result)
     produced = {tokens.slot: tokens for tokens in result.tokens}
     steps = {step.slot: step for step in plan.decodes}
-    sampled = {chunk.slot for chunk in plan.chunks if chunk.is_last} | steps.keys()
     events: list[SequenceEvent] = []
     for slot in tuple(table):
         sequence, index = slot.sequence, slot.index
         if sequence.cancelled:
             table.release(index)
-        elif index in failures or (index in sampled and index not in produced):
-            message = failures.get(index, "the engine gave no tokens for this sequence")
+        elif index in broken:
             table.release(index)
-            events.append(_event(sequence, Failed(error=SlotFailed(message))))
-        elif index in sampled:
+            events.append(_event(sequence, Failed(error=SlotFailed(broken[index]))))
+        elif index in produced:
             if index in steps:
                 _count_step(sequence, steps[index], produced[index])
             events += _extend(table, slot, produced[index])
     return tuple(events)
+
+
+def broken_slots(plan: WindowPlan, result: WindowResult) -> dict[int, str]:
+    """The slots whose state cannot be trusted after this window, and why."""
+    produced = {tokens.slot for tokens in result.tokens}
+    sampled = [chunk.slot for chunk in plan.chunks if chunk.is_last]
+    sampled += [step.slot for step in plan.decodes]
+    silent = {slot: _NO_TOKENS for slot in sampled if slot not in produced}
+    return silent | {failure.slot: failure.message for failure in result.failures}
 
 
 def _count_reading(table: SlotTable, plan: WindowPlan) -> None:

@@ -165,6 +165,8 @@ class InProcessLink:
         try:
             return await asyncio.to_thread(self._engine.run_window, plan)
         except PlanError as error:
+            if self._dead.is_set():
+                raise EngineDead(self._reason) from error
             raise WindowRefused(str(error)) from error
         except Exception as error:
             self._reason = f"the engine failed: {type(error).__name__}: {error}"

@@ -39,7 +39,10 @@ async def test_chat_whole_and_streamed() -> None:
                 text += chunk.choices[0].delta.content or ""
             usage = chunk.usage
         assert text == "Hello, wörld!"
-        assert usage == answer.usage
+        assert usage is not None
+        assert usage.prompt_tokens == answer.usage.prompt_tokens
+        assert usage.completion_tokens == answer.usage.completion_tokens
+        assert usage.total_tokens == answer.usage.total_tokens
 
 
 async def test_the_stream_helper_assembles_the_message() -> None:

@@ -7,8 +7,8 @@ windows is reachable and repeatable.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -26,8 +26,15 @@ from hypothesis.stateful import (
 
 from engine.errors import PlanError
 from engine.fake import FakeEngine, FakeScript, FaultKind
-from engine.interface import EngineInfo, SlotFailure, WindowPlan, WindowResult
-from scheduler.config import SchedulerConfig, SupervisionConfig
+from engine.interface import (
+    PAGE_TOKENS,
+    EngineInfo,
+    Resume,
+    SlotFailure,
+    WindowPlan,
+    WindowResult,
+)
+from scheduler.config import CacheConfig, SchedulerConfig, SupervisionConfig
 from scheduler.errors import (
     DeadlineExceeded,
     Draining,
@@ -47,15 +54,53 @@ from tests.factories import FakeClock, expected_ids, make_request
 T = TypeVar("T")
 
 TURN_ID = 5
-SCRIPT = FakeScript(num_slots=3, chunk_tokens=4, max_context=64, vocab_size=12)
+CHUNK_TOKENS = 16
+SCRIPT = FakeScript(
+    num_slots=2,
+    chunk_tokens=CHUNK_TOKENS,
+    max_context=256,
+    vocab_size=12,
+    page_bytes=10,
+    checkpoint_bytes=25,
+)
 CONFIG = SchedulerConfig(
     max_queue=3,
     turn_token_id=TURN_ID,
     max_passes=2,
+    cache=CacheConfig(
+        max_conversations=3,
+        capacity_bytes=200,
+        min_free_bytes=0,
+        min_shared_tokens=20,
+        checkpoint_every_tokens=48,
+    ),
+    preempt_wait_s=0.3,
+    preempt_run_s=0.2,
     supervision=SupervisionConfig(
         first_backoff_s=0.0, max_backoff_s=0.0, max_deaths=10_000, window_timeout_s=1e6
     ),
 )
+
+
+PARTS = (tuple(range(6)) * 5, (TURN_ID, *(1, 2, 3) * 11), (TURN_ID, 4, 6), (7,) * 50, (1, 2))
+"""Prompts are made of these, so that many begin alike."""
+PROMPTS = st.lists(st.sampled_from(PARTS), min_size=1, max_size=5).map(
+    lambda parts: sum(parts, ())[:200]
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """How a slot's prompt was read so far."""
+
+    ids: tuple[int, ...] = ()
+    cuts: tuple[int, ...] = ()
+
+    def before(self, end: int) -> Read:
+        """The part that decides what the cells before `end` are."""
+        last = next((cut for cut in self.cuts if cut >= end), end)
+        cuts = tuple(cut for cut in self.cuts if cut <= last)
+        return Read(ids=self.ids[:last], cuts=cuts)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,8 +110,8 @@ class Pace:
     permits: asyncio.Semaphore
     fault: FaultKind | None = None
     failing_slot: int = 0
-    cuts_by_slot: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
-    prompt_by_slot: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    held_ids: Callable[[], tuple[frozenset[int], frozenset[int]]] | None = None
+    """What the scheduler believes the engine has parked."""
 
 
 class SteppedLink:
@@ -76,14 +121,19 @@ class SteppedLink:
         self._engine = engine
         self._pace = pace
         self._dead = asyncio.Event()
+        self._slots: dict[int, Read] = {}
+        self._pages: dict[int, Read] = {}
+        self._checkpoints: dict[int, Read] = {}
 
     @property
     def info(self) -> EngineInfo:
         return self._engine.info
 
     async def run_window(self, plan: WindowPlan) -> WindowResult:
-        await self._pace.permits.acquire()
-        fault, self._pace.fault = self._pace.fault, None
+        fault = None
+        if plan.chunks or plan.decodes:
+            await self._pace.permits.acquire()
+            fault, self._pace.fault = self._pace.fault, None
         if fault is FaultKind.PLAN:
             raise WindowRefused("as told")
         if fault is FaultKind.DIE:
@@ -92,6 +142,8 @@ class SteppedLink:
             result = self._engine.run_window(plan)
         except PlanError as error:
             raise AssertionError(f"the scheduler made a bad plan: {error}") from error
+        assert self._pace.held_ids is not None
+        assert self._engine.parked_ids() == self._pace.held_ids()
         self._check_cuts(plan)
         return self._break_slot(result) if fault is FaultKind.SLOT else result
 
@@ -106,15 +158,31 @@ class SteppedLink:
         self.kill()
 
     def _check_cuts(self, plan: WindowPlan) -> None:
-        """Each prompt is cut by the rule on its tokens, whatever the load was (product.md D3)."""
-        cuts, prompts = self._pace.cuts_by_slot, self._pace.prompt_by_slot
+        """Each prompt is cut by the rule on its tokens, whatever the load was and whatever was read for another
+        request: also every page and checkpoint that it went on from (product.md D3)."""
+        for suspend in plan.suspends:
+            self._checkpoints[suspend.checkpoint_id] = self._slots[suspend.slot]
+        for save in plan.saves:
+            self._pages[save.page_id] = self._slots[save.slot]
+        for start in plan.starts:
+            self._slots[start.slot] = Read()
+            if start.resume is not None:
+                self._slots[start.slot] = self._resumed(start.resume)
         for chunk in plan.chunks:
-            if chunk.start == 0:
-                cuts[chunk.slot], prompts[chunk.slot] = [], ()
-            prompts[chunk.slot] += chunk.token_ids
-            cuts[chunk.slot].append(len(prompts[chunk.slot]))
+            ids = self._slots[chunk.slot].ids + chunk.token_ids
+            read = Read(ids=ids, cuts=(*self._slots[chunk.slot].cuts, len(ids)))
+            self._slots[chunk.slot] = read
+            if chunk.checkpoint_id is not None:
+                self._checkpoints[chunk.checkpoint_id] = read
             if chunk.is_last:
-                assert cuts[chunk.slot] == whole_cuts(prompts[chunk.slot])
+                assert read.cuts == whole_cuts(ids)
+
+    def _resumed(self, resume: Resume) -> Read:
+        read = self._checkpoints[resume.checkpoint_id]
+        for index, page_id in enumerate(resume.page_ids):
+            end = min((index + 1) * PAGE_TOKENS, len(read.ids))
+            assert self._pages[page_id].before(end) == read.before(end)
+        return read
 
     def _break_slot(self, result: WindowResult) -> WindowResult:
         """As if the rows of one slot with tokens had been unusable."""
@@ -126,12 +194,12 @@ class SteppedLink:
         return replace(result, tokens=kept, failures=(failure,))
 
 
-def whole_cuts(prompt_ids: tuple[int, ...]) -> list[int]:
+def whole_cuts(prompt_ids: tuple[int, ...]) -> tuple[int, ...]:
     ends: list[int] = [0]
     while ends[-1] < len(prompt_ids):
-        end = chunk_end(prompt_ids, ends[-1], chunk_tokens=4, turn_token_id=TURN_ID)
+        end = chunk_end(prompt_ids, ends[-1], chunk_tokens=CHUNK_TOKENS, turn_token_id=TURN_ID)
         ends.append(end)
-    return ends[1:]
+    return tuple(ends[1:])
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -177,6 +245,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.pace = Pace(permits=asyncio.Semaphore(0))
         self.scheduler = Scheduler(CONFIG, partial(launch, self.pace), clock=self.clock)
         self.run(self.scheduler.start())
+        roster = self.scheduler._roster
+        assert roster is not None
+        self.pace.held_ids = roster._parking.held_ids
 
     def run(self, work: Coroutine[object, object, T]) -> T:
         return self.events_loop.run_until_complete(work)
@@ -192,17 +263,19 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(
         target=callers,
-        prompt=st.lists(st.integers(1, 7), min_size=1, max_size=30).map(tuple),
-        max_tokens=st.integers(1, 20),
+        previous=st.none() | callers,
+        prompt=PROMPTS,
+        max_tokens=st.integers(1, 50),
         seed=st.integers(0, 3),
         stops=st.lists(st.integers(0, 11), max_size=2).map(tuple),
         owner=st.sampled_from(["", "a", "b"]),
         priority=st.integers(0, 1),
         max_draft=st.none() | st.integers(0, 4),
-        deadline_s=st.none() | st.floats(0.5, 5.0),
+        deadline_s=st.none() | st.floats(2.0, 9.0),
     )
     def submit(
         self,
+        previous: Caller | None,
         prompt: tuple[int, ...],
         max_tokens: int,
         seed: int,
@@ -212,6 +285,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_draft: int | None,
         deadline_s: float | None,
     ) -> object:
+        """A new conversation, or the next turn of one (or the same again)."""
+        if previous is not None:
+            said = previous.handle.request.prompt_ids + previous.token_ids
+            prompt = (*said, *prompt)[: SCRIPT.max_context - max_tokens]
+            owner = previous.handle.request.owner
         request = make_request(
             prompt_ids=prompt,
             max_tokens=max_tokens,
@@ -251,18 +329,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(caller.events) == num_events or not was_live
 
     @precondition(lambda self: not self.stopped)
-    @rule(num_windows=st.integers(1, 12))
-    def run_windows(self, num_windows: int) -> None:
+    @rule(num_windows=st.integers(1, 12), window_s=st.sampled_from([0.0, 0.1]))
+    def run_windows(self, num_windows: int, window_s: float) -> None:
         for _ in range(num_windows):
+            self.clock.advance(window_s)
+            self.allow_one_window()
+
+    @precondition(lambda self: not self.stopped)
+    @rule()
+    def run_to_rest(self) -> None:
+        for _ in range(400):
             self.allow_one_window()
 
     @precondition(lambda self: not self.stopped)
     @rule(
-        kind=st.sampled_from([FaultKind.DIE, FaultKind.PLAN, FaultKind.SLOT]),
-        slot=st.integers(0, 2),
+        kind=st.sampled_from([None, FaultKind.DIE, FaultKind.PLAN, FaultKind.SLOT]),
+        slot=st.integers(0, 1),
+        luck=st.integers(0, 3),
     )
-    def fail_one_window(self, kind: FaultKind, slot: int) -> None:
-        if not self.has_work:
+    def fail_one_window(self, kind: FaultKind | None, slot: int, luck: int) -> None:
+        if luck or not self.has_work:
             return
         self.pace.fault, self.pace.failing_slot = kind, slot
         self.allow_one_window()
@@ -329,6 +415,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert caller.token_ids == expected
                 assert usage.completion_tokens == len(expected)
                 assert usage.prompt_tokens == len(caller.handle.request.prompt_ids)
+                assert 0 <= usage.cached_tokens < usage.prompt_tokens
             case Failed(error=error):
                 assert isinstance(error, EngineDead | SlotFailed | DeadlineExceeded | Draining)
 
@@ -346,12 +433,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(caller.reader.done() for caller in self.everyone)
         stats = self.scheduler.stats()
         assert stats.queued == 0
+        self.check_nothing_leaked()
         assert sum(count for _, count in stats.totals.outcomes) == stats.totals.submitted
         self.run(self.scheduler.stop(0.0))
         self.settle()
         assert asyncio.all_tasks(self.events_loop) == set()
         self.events_loop.close()
 
+    def check_nothing_leaked(self) -> None:
+        """Without requests and without conversations, nothing is held."""
+        roster = self.scheduler._roster
+        assert roster is not None
+        store = roster._parking._store
+        store.evict_all()
+        assert store.num_bytes == 0
+
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestSchedulerMachine.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)

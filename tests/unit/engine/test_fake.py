@@ -14,7 +14,6 @@ from engine.interface import (
     SamplingParams,
     SlotStart,
     SlotTokens,
-    Suspend,
     WindowPlan,
 )
 
@@ -42,7 +41,6 @@ def seated(script: FakeScript = SCRIPT, sampling: SamplingParams = GREEDY) -> Fa
 
 
 BAD_FIRST_PLANS = {
-    "parking": WindowPlan(suspends=(Suspend(slot=0, checkpoint_id=1),), decodes=(step(0),)),
     "nothing to do": WindowPlan(),
     "a start without a chunk": WindowPlan(starts=(start(1),), decodes=(step(0),)),
     "a slot not started": WindowPlan(chunks=(chunk(1, slot=1),)),

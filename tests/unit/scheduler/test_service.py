@@ -115,7 +115,9 @@ async def test_drafts_and_company_do_not_change_tokens() -> None:
     assert stats.totals.submitted == 20
     assert dict(stats.totals.outcomes)[Outcome.LENGTH] == 20
     assert stats.totals.completion_tokens == 20 * 30
-    assert stats.totals.prompt_tokens == sum(len(request.prompt_ids) for request in requests)
+    assert stats.parking is not None
+    num_read = stats.totals.prompt_tokens + stats.parking.resumed_tokens
+    assert num_read == sum(len(request.prompt_ids) for request in requests)
     offered, accepted = stats.totals.drafts_offered, stats.totals.drafts_accepted
     assert all(a <= o for a, o in zip(accepted, offered, strict=True))
     assert list(offered) == sorted(offered, reverse=True)

@@ -58,6 +58,7 @@ def read_all(table: SlotTable) -> None:
         slot.sequence.num_read_tokens = slot.sequence.num_prompt_tokens
         slot.sequence.phase = Phase.DECODING
         slot.sequence.output_ids.append(50)
+        slot.sequence.is_started = True
 
 
 def test_empty_seats_make_no_plan() -> None:

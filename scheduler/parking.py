@@ -1,0 +1,324 @@
+"""Parking: joins the store, which decides by id, with the slots and the engine, which holds the bytes.
+
+Takes checkpoints while prompts are read, parks a prompt when its sequence leaves its slot, and lets a later prompt go
+on from there. Only what the reading path computed is ever parked for others (product.md D3 rule 3); the decoded state
+of a suspended sequence is kept for that sequence alone. Orders to the engine ride on the next window's plan.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Set
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cache.errors import StoreFull
+from cache.store import BlockSizes, ConversationStore, StoreStats
+from engine.interface import PAGE_TOKENS, PrefillChunk, Resume, SavePage, Suspend, WindowPlan
+from scheduler.prefill import is_cut
+
+if TYPE_CHECKING:
+    from cache.config import CacheConfig
+    from cache.lease import Lease
+    from engine.interface import EngineInfo
+    from scheduler.sequence import SequenceState
+    from scheduler.slots import Slot, SlotTable
+
+_LOG = logging.getLogger(__name__)
+_MEMINFO = Path("/proc/meminfo")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tenant:
+    """A sequence that has, or had, a slot."""
+
+    lease: Lease
+    wanted: frozenset[int]
+    """Where its prompt should have checkpoints."""
+
+
+class Parking:
+    """What one engine keeps of sequences without a slot. Owned by the loop, like the slots."""
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        info: EngineInfo,
+        *,
+        turn_token_id: int | None,
+        free_bytes: Callable[[], int | None] | None = None,
+    ) -> None:
+        """free_bytes: free memory of the host, None where that is unknown."""
+        self._config = config
+        self._chunk_tokens = info.chunk_tokens
+        self._turn_token_id = turn_token_id
+        self._free_bytes = free_host_bytes if free_bytes is None else free_bytes
+        self._store = ConversationStore(
+            config,
+            BlockSizes(
+                page_tokens=PAGE_TOKENS,
+                page_bytes=info.page_bytes,
+                checkpoint_bytes=info.checkpoint_bytes,
+            ),
+        )
+        self._tenants: dict[int, _Tenant] = {}
+        self._saves: list[SavePage] = []
+        self._suspends: list[Suspend] = []
+        self._sent = WindowPlan()
+        self._is_short_of_memory = False
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether bytes wait to be written."""
+        return bool(self._saves or self._suspends)
+
+    def stats(self) -> StoreStats:
+        return self._store.stats()
+
+    def seated(self, sequence: SequenceState) -> None:
+        """The sequence has got a slot: from where it goes on."""
+        if not self._config.is_enabled:
+            return
+        prompt_ids = sequence.request.prompt_ids
+        tenant = self._tenants.get(sequence.arrival)
+        if tenant is not None:
+            sequence.resume = _after_suspension(tenant.lease, sequence)
+            return
+        wanted = self._checkpoint_positions(prompt_ids)
+        lease = self._store.take(
+            sequence.request.owner,
+            prompt_ids,
+            may_resume_at=lambda position: is_cut(
+                prompt_ids,
+                position,
+                chunk_tokens=self._chunk_tokens,
+                turn_token_id=self._turn_token_id,
+            ),
+            wanted_checkpoints=wanted,
+        )
+        self._tenants[sequence.arrival] = _Tenant(lease=lease, wanted=wanted)
+        if lease.resumed is not None:
+            position = lease.resumed.position
+            sequence.num_read_tokens = sequence.num_cached_tokens = position
+            sequence.resume = Resume(
+                checkpoint_id=lease.resumed.checkpoint_id,
+                page_ids=lease.page_ids,
+                token_ids=prompt_ids[:position],
+            )
+
+    def left(self, slot: Slot) -> None:
+        """The sequence is over and the engine's slot is as it left it: park its prompt up to the last checkpoint."""
+        tenant = self._tenants.pop(slot.sequence.arrival, None)
+        if tenant is None:
+            return
+        lease = tenant.lease
+        if not slot.sequence.is_started or not self._has_memory():
+            lease.release()
+            return
+        try:
+            new_pages = self._store.put(lease)
+        except StoreFull as error:
+            _LOG.info("not parked: %s", error)
+            return
+        self._saves += (
+            SavePage(slot=slot.index, page_id=page.page_id, index=page.index) for page in new_pages
+        )
+
+    def forget(self, sequence: SequenceState) -> None:
+        """The sequence is over and nothing of it may be kept, or nothing is left to keep."""
+        tenant = self._tenants.pop(sequence.arrival, None)
+        if tenant is not None:
+            tenant.lease.release()
+
+    def suspend(self, slot: Slot) -> bool:
+        """Keep all of a decoding sequence, whose slot may then be given away; False when there is no room."""
+        sequence = slot.sequence
+        tenant = self._tenants.get(sequence.arrival)
+        if tenant is None or not self._has_memory():
+            return False
+        try:
+            new_pages = self._store.suspend(tenant.lease, sequence.num_computed_tokens)
+        except StoreFull as error:
+            _LOG.debug("not suspended: %s", error)
+            return False
+        suspended = tenant.lease.suspended
+        assert suspended is not None
+        self._suspends.append(Suspend(slot=slot.index, checkpoint_id=suspended.checkpoint_id))
+        self._saves += (
+            SavePage(slot=slot.index, page_id=page.page_id, index=page.index) for page in new_pages
+        )
+        return True
+
+    def complete(self, plan: WindowPlan | None, table: SlotTable) -> WindowPlan | None:
+        """The plan with everything that parking has to say to the engine.
+
+        What is resumed must have been written by an earlier window; if it was not, the orders go alone, first.
+        """
+        if plan is None or self._is_early(plan):
+            return self._with_orders(WindowPlan()) if self.has_orders else plan
+        chunks = tuple(self._with_checkpoint(chunk, table[chunk.slot]) for chunk in plan.chunks)
+        return self._with_orders(replace(plan, chunks=chunks))
+
+    def started(self, sequence: SequenceState) -> None:
+        """The sequence was started in its slot."""
+        tenant = self._tenants.get(sequence.arrival)
+        if tenant is not None and tenant.lease.suspended is not None:
+            self._store.end_suspension(tenant.lease)
+
+    def refused(self) -> None:
+        """The last plan was not carried out: forget every conversation, the plan's own among them."""
+        plan = self._sent
+        store = self._store
+        store.pages.undo(made=_written_pages(plan), dropped=plan.drop_page_ids)
+        store.checkpoints.undo(made=_written_checkpoints(plan), dropped=plan.drop_checkpoint_ids)
+        store.evict_all()
+
+    def was_refused(self, sequence: SequenceState) -> bool:
+        """Whether a suspended sequence's state was to be written by the last plan."""
+        tenant = self._tenants.get(sequence.arrival)
+        suspended = None if tenant is None else tenant.lease.suspended
+        ids = _written_checkpoints(self._sent)
+        return suspended is not None and suspended.checkpoint_id in ids
+
+    def clear(self) -> None:
+        """The engine's memory is gone, and every sequence with it."""
+        self._store.clear()
+        self._tenants.clear()
+        self._saves.clear()
+        self._suspends.clear()
+
+    def check_integrity(self, live: Set[int]) -> None:
+        """Raises AssertionError unless the books balance; live: arrivals of the sequences with state to keep."""
+        self._store.check_integrity()
+        strangers = self._tenants.keys() - live
+        assert not strangers, f"state of sequences {sorted(strangers)} that are over"
+        assert all(not tenant.lease.ended for tenant in self._tenants.values()), "a lost lease"
+
+    def held_ids(self) -> tuple[frozenset[int], frozenset[int]]:
+        """Pages and checkpoints that the engine has."""
+        return self._store.pages.made_ids(), self._store.checkpoints.made_ids()
+
+    def _is_early(self, plan: WindowPlan) -> bool:
+        """Whether the plan resumes what is not written yet."""
+        if not self.has_orders:
+            return False
+        pages = {save.page_id for save in self._saves}
+        checkpoints = {suspend.checkpoint_id for suspend in self._suspends}
+        resumes = [start.resume for start in plan.starts if start.resume is not None]
+        return any(r.checkpoint_id in checkpoints or pages & set(r.page_ids) for r in resumes)
+
+    def _with_checkpoint(self, chunk: PrefillChunk, sequence: SequenceState) -> PrefillChunk:
+        tenant = self._tenants.get(sequence.arrival)
+        end = chunk.start + len(chunk.token_ids)
+        if tenant is None or end not in tenant.wanted or sequence.cancelled:
+            return chunk
+        if not self._has_memory():
+            return chunk
+        try:
+            checkpoint_id = self._store.add_checkpoint(tenant.lease, end)
+        except StoreFull as error:
+            _LOG.debug("no checkpoint: %s", error)
+            return chunk
+        return replace(chunk, checkpoint_id=checkpoint_id)
+
+    def _with_orders(self, plan: WindowPlan) -> WindowPlan:
+        store = self._store
+        drops = store.take_drops()
+        plan = replace(
+            plan,
+            drop_page_ids=drops.page_ids,
+            drop_checkpoint_ids=drops.checkpoint_ids,
+            # What was evicted before it was written is not written at all.
+            suspends=tuple(s for s in self._suspends if s.checkpoint_id in store.checkpoints),
+            saves=tuple(s for s in self._saves if s.page_id in store.pages),
+        )
+        store.pages.mark_made(_written_pages(plan))
+        store.checkpoints.mark_made(_written_checkpoints(plan))
+        self._saves.clear()
+        self._suspends.clear()
+        self._sent = plan
+        return plan
+
+    def _checkpoint_positions(self, prompt_ids: tuple[int, ...]) -> frozenset[int]:
+        return checkpoint_positions(
+            prompt_ids,
+            chunk_tokens=self._chunk_tokens,
+            turn_token_id=self._turn_token_id,
+            config=self._config,
+        )
+
+    def _has_memory(self) -> bool:
+        """Whether the host has more free memory than the floor; says so in the log when that changes."""
+        free = self._free_bytes()
+        is_short = free is not None and free < self._config.min_free_bytes
+        if is_short != self._is_short_of_memory:
+            self._is_short_of_memory = is_short
+            if is_short:
+                _LOG.warning(
+                    "nothing is parked: %s bytes of memory are free, the floor is %d",
+                    free,
+                    self._config.min_free_bytes,
+                )
+            else:
+                _LOG.info("parking goes on: %s bytes of memory are free", free)
+        return not is_short
+
+
+def checkpoint_positions(
+    prompt_ids: tuple[int, ...],
+    *,
+    chunk_tokens: int,
+    turn_token_id: int | None,
+    config: CacheConfig,
+) -> frozenset[int]:
+    """Where a prompt's running state is kept; all of them are places where every prompt like it is cut.
+
+    At its last turn start, where the next turn of a client that keeps or drops the reply's thinking goes on; behind a
+    first turn long enough to be worth sharing; and every so many tokens. Without turns, at the last whole chunk.
+    """
+    wanted: set[int] = set()
+    if turn_token_id in prompt_ids[1:]:
+        wanted.add(len(prompt_ids) - 1 - prompt_ids[::-1].index(turn_token_id))
+        first_turn_end = prompt_ids.index(turn_token_id, 1)
+        if first_turn_end >= config.min_shared_tokens:
+            wanted.add(first_turn_end)
+    else:
+        wanted.add((len(prompt_ids) - 1) // chunk_tokens * chunk_tokens)
+    every = -(-config.checkpoint_every_tokens // chunk_tokens) * chunk_tokens
+    while len(prompt_ids) > every * (config.max_checkpoints - 1):
+        every *= 2
+    wanted.update(range(every, len(prompt_ids), every))
+    return frozenset(wanted - {0})
+
+
+def free_host_bytes() -> int | None:
+    """Memory that could be taken without swapping; None where the system does not say."""
+    try:
+        # The kernel's own memory: reading it never waits for a disk.
+        lines = _MEMINFO.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    found = (line.split() for line in lines if line.startswith("MemAvailable:"))
+    return next((int(fields[1]) * 1024 for fields in found), None)
+
+
+def _after_suspension(lease: Lease, sequence: SequenceState) -> Resume:
+    suspended = lease.suspended
+    assert suspended is not None, "a sequence that has a lease already is seated"
+    return Resume(
+        checkpoint_id=suspended.checkpoint_id,
+        page_ids=suspended.page_ids,
+        token_ids=(*sequence.request.prompt_ids, *sequence.output_ids),
+        num_output=len(sequence.output_ids),
+    )
+
+
+def _written_pages(plan: WindowPlan) -> tuple[int, ...]:
+    return tuple(save.page_id for save in plan.saves)
+
+
+def _written_checkpoints(plan: WindowPlan) -> tuple[int, ...]:
+    kept = (chunk.checkpoint_id for chunk in plan.chunks)
+    suspended = (suspend.checkpoint_id for suspend in plan.suspends)
+    return (*suspended, *(checkpoint_id for checkpoint_id in kept if checkpoint_id is not None))

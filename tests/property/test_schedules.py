@@ -1,0 +1,99 @@
+"""Whatever the schedule was, every request gives the tokens of its solo run (product.md D3)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from engine.engine import load_engine
+from engine.fake import FakeEngine, FakeScript
+from engine.interface import SamplingParams
+from scheduler.config import CacheConfig, SchedulerConfig
+from tests.factories import make_request
+from tests.oracle import tiny
+from tests.oracle.conftest import engine_config
+from tests.property.schedules import TURN_ID, Schedule, Seen, Server, Solo, Texts
+
+SCRIPT = FakeScript(
+    num_slots=3,
+    chunk_tokens=16,
+    max_context=512,
+    vocab_size=40,
+    page_bytes=10,
+    checkpoint_bytes=25,
+)
+TEXTS = Texts(vocab_size=40, system_tokens=70, user_tokens=40, max_tokens=30, max_prompt=400)
+
+
+@pytest.mark.parametrize("group", range(5))
+def test_scripted_tokens_do_not_depend_on_the_schedule(group: int) -> None:
+    """Many schedules of many requests, where the engine checks every id and every page it is told to use."""
+    engine = FakeEngine(SCRIPT)
+    solo = Solo(engine, engine.parked_ids)
+    seen = Seen()
+    for seed in range(20):
+        Schedule(engine, TEXTS, Random(1000 * group + seed), solo).run(15, seen)
+        assert engine.parked_ids() == (frozenset(), frozenset())
+    assert seen.cached > 1000
+    assert min(seen.cancelled, seen.evictions, seen.preemptions, seen.refused) > 0
+
+
+MODEL_TEXTS = Texts(vocab_size=131, system_tokens=40, user_tokens=12, max_tokens=10, max_prompt=150)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Solo:
+    """A tiny random model in fp32, and what every request gives alone."""
+    checkpoint = tiny.make_checkpoint(tmp_path_factory.mktemp("schedules"), "gqa3_gdn2")
+    return Solo(load_engine(engine_config(checkpoint)))
+
+
+def run_group(model: Solo, group: int) -> None:
+    seen = Seen()
+    for seed in range(5):
+        Schedule(model.engine, MODEL_TEXTS, Random(1000 * group + seed), model).run(4, seen)
+    assert seen.cached > 0
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("group", range(10))
+def test_a_models_tokens_do_not_depend_on_the_schedule(model: Solo, group: int) -> None:
+    run_group(model, group)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("group", range(10, 40))
+def test_a_models_tokens_do_not_depend_on_many_more_schedules(model: Solo, group: int) -> None:
+    run_group(model, group)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("dropped", [0, 2], ids=["thinking_kept", "thinking_dropped"])
+@pytest.mark.parametrize(
+    "sampling",
+    [SamplingParams(temperature=0.0), SamplingParams(seed=3, presence_penalty=0.5)],
+    ids=["greedy", "seeded"],
+)
+def test_every_turn_of_a_parked_conversation_is_as_if_never_parked(
+    model: Solo, sampling: SamplingParams, dropped: int
+) -> None:
+    """Two conversations take turns; each goes on from where its last prompt's answer began."""
+    rng = Random(dropped)
+    config = SchedulerConfig(turn_token_id=TURN_ID, cache=CacheConfig(min_free_bytes=0))
+    server = Server(model.engine, config)
+    prompts = [(TURN_ID, *MODEL_TEXTS.words(rng, length)) for length in (5, 70)]
+    expected_cached = [0, 0]
+    for turn in range(10):
+        for i, said in enumerate(prompts):
+            prompt = (*said, TURN_ID, *MODEL_TEXTS.words(rng, 3), TURN_ID, TURN_ID + 1)
+            request = make_request(prompt_ids=prompt, max_tokens=5)
+            asked = server.complete(replace(request, sampling=sampling))
+            assert tuple(asked.token_ids) == model.tokens(asked.request, TURN_ID), f"turn {turn}"
+            assert asked.usage is not None
+            assert asked.usage.cached_tokens == expected_cached[i]
+            expected_cached[i] = len(prompt) - 2
+            prompts[i] = (*prompt, *asked.token_ids[dropped:])
+    server.close()
