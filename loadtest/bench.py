@@ -45,8 +45,8 @@ _MEMORY_EVERY_S = 0.25
 _STREAMS = 4
 _SETTLE_S = 0.5
 
-# Sampling as a chat client does it, seeded: drafts may not change a token of it, so both servers write the same.
-_SAMPLING: dict[str, object] = {"temperature": 0.7, "top_p": 0.95, "top_k": 20}
+# The model's own sampling, seeded: drafts may not change a token of it, so both servers write the same.
+_SAMPLING: dict[str, object] = {}
 _GREEDY: dict[str, object] = {"temperature": 0}
 
 _QUESTIONS = (
