@@ -39,6 +39,7 @@ class StoreStats:
     num_conversations: int
     num_bytes: int
     capacity_bytes: int
+    max_conversations: int
     lookups: int
     hits: int
     resumed_tokens: int
@@ -216,6 +217,7 @@ class ConversationStore:
             num_conversations=len(self._parked),
             num_bytes=self.num_bytes,
             capacity_bytes=self._config.capacity_bytes,
+            max_conversations=self._config.max_conversations,
             lookups=counts.lookups,
             hits=counts.hits,
             resumed_tokens=counts.resumed_tokens,

@@ -13,7 +13,9 @@ import typer
 from gateway.config import (
     DTYPES,
     LOG_LEVELS,
+    MAX_CACHE_MIB,
     MAX_CONTEXT,
+    MAX_CONVERSATIONS,
     MAX_DRAIN_S,
     MAX_PREFILL,
     MAX_QUEUE,
@@ -175,6 +177,33 @@ def serve(
             "N",
         ),
     ] = _DEFAULTS.max_queue,
+    conversation_cache_slots: Annotated[
+        int,
+        _option(
+            "--conversation-cache-slots",
+            "Conversations that are kept without a batch slot; 0 keeps none.",
+            count(0, MAX_CONVERSATIONS),
+            "N",
+        ),
+    ] = _DEFAULTS.conversation_cache_slots,
+    conversation_cache_mib: Annotated[
+        int,
+        _option(
+            "--conversation-cache-mib",
+            "Host memory that they may take; 0 keeps none.",
+            count(0, MAX_CACHE_MIB),
+            "MIB",
+        ),
+    ] = _DEFAULTS.conversation_cache_mib,
+    conversation_cache_min_free_mib: Annotated[
+        int,
+        _option(
+            "--conversation-cache-min-free-mib",
+            "Nothing more is kept while the host has less free memory than this.",
+            count(0, MAX_CACHE_MIB),
+            "MIB",
+        ),
+    ] = _DEFAULTS.conversation_cache_min_free_mib,
     drain_s: Annotated[
         float,
         _option(
@@ -216,6 +245,9 @@ def serve(
                 no_mtp=no_mtp,
                 prefill=prefill,
                 max_queue=max_queue,
+                conversation_cache_slots=conversation_cache_slots,
+                conversation_cache_mib=conversation_cache_mib,
+                conversation_cache_min_free_mib=conversation_cache_min_free_mib,
                 drain_s=drain_s,
                 log_level=log_level,
             )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gateway.errors import ConfigError, shorten
-from scheduler.config import DEFAULT_MODEL, EngineConfig, SchedulerConfig
+from scheduler.config import DEFAULT_MODEL, CacheConfig, EngineConfig, SchedulerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,6 +22,10 @@ MAX_CONTEXT = 2**20
 MAX_QUEUE = 100_000
 MAX_PREFILL = 65_536
 MAX_DRAIN_S = 3600.0
+MAX_CONVERSATIONS = 100_000
+MAX_CACHE_MIB = 2**24
+_MIB = 2**20
+_CACHE = CacheConfig()
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DTYPES = ("auto", "float32", "bfloat16")
 _KEY_NAME_LIMIT = 64
@@ -86,6 +90,9 @@ class ServeOptions:
     no_mtp: bool = False
     prefill: int | None = None
     max_queue: int = 64
+    conversation_cache_slots: int = _CACHE.max_conversations
+    conversation_cache_mib: int = _CACHE.capacity_bytes // _MIB
+    conversation_cache_min_free_mib: int = _CACHE.min_free_bytes // _MIB
     drain_s: float = 30.0
     log_level: str = "info"
 
@@ -120,6 +127,11 @@ def load_config(options: ServeOptions) -> AppConfig:
             ),
             max_queue=options.max_queue,
             spec_min_p=options.spec_min_p,
+            cache=CacheConfig(
+                max_conversations=options.conversation_cache_slots,
+                capacity_bytes=options.conversation_cache_mib * _MIB,
+                min_free_bytes=options.conversation_cache_min_free_mib * _MIB,
+            ),
         ),
     )
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.metrics_core import Metric
 
-    from scheduler.stats import SchedulerStats
+    from scheduler.stats import SchedulerStats, StoreStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -172,9 +172,24 @@ class _SchedulerCollector(Collector):
         yield _counter(
             "engine_prompt_tokens", "Prompt tokens read by the engine.", totals.prompt_tokens
         )
+        yield _counter(
+            "preemptions", "Decoding sequences that gave way to others.", totals.preemptions
+        )
+        if stats.parking is not None:
+            yield from _parking(stats.parking)
         yield _by_depth("drafts_offered", "Drafts that were verified.", totals.drafts_offered)
         yield _by_depth("drafts_accepted", "Drafts that were kept.", totals.drafts_accepted)
         yield _outcomes(stats)
+
+
+def _parking(store: StoreStats) -> Iterator[Metric]:
+    yield _gauge("parked_conversations", "Conversations kept.", store.num_conversations)
+    yield _gauge("parked_bytes", "Bytes kept for resuming.", store.num_bytes)
+    yield _gauge("parked_bytes_limit", "Most bytes kept for resuming.", store.capacity_bytes)
+    yield _counter("parking_lookups", "Prompts looked up in the store.", store.lookups)
+    yield _counter("parking_hits", "Prompts that went on from it.", store.hits)
+    yield _counter("resumed_tokens", "Prompt tokens not read again.", store.resumed_tokens)
+    yield _counter("parking_evictions", "Conversations forgotten for others.", store.evictions)
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from gateway.routes import Service
     from scheduler.messages import EngineInfo
+    from scheduler.stats import StoreStats
 
 _MIB = 2**20
 
@@ -19,7 +20,7 @@ def print_report(console: Console, service: Service, *, url: str, ready_s: float
     """Memory plan and facts of a started server."""
     info = service.scheduler.info
     if info.memory_plan:
-        console.print(_plan_table(info))
+        console.print(_plan_table(info, service.scheduler.stats().parking))
     drafts = f"up to {info.max_draft} tokens" if info.max_draft else "off"
     facts = {
         "model": service.model,
@@ -27,6 +28,7 @@ def print_report(console: Console, service: Service, *, url: str, ready_s: float
         "kernels": info.kernels,
         "slots": f"{info.num_slots} x {info.max_context} tokens, prompts in chunks of {info.chunk_tokens}",
         "drafts": drafts,
+        "parking": _parking(service.scheduler.stats().parking),
         "keys": f"{len(service.config.api_keys)} API keys"
         if service.config.api_keys
         else "none needed",
@@ -40,7 +42,14 @@ def print_report(console: Console, service: Service, *, url: str, ready_s: float
     )
 
 
-def _plan_table(info: EngineInfo) -> Table:
+def _parking(store: StoreStats | None) -> str:
+    if store is None or not store.max_conversations or not store.capacity_bytes:
+        return "off"
+    limit_mib = store.capacity_bytes / _MIB
+    return f"up to {store.max_conversations} conversations in {limit_mib:.0f} MiB"
+
+
+def _plan_table(info: EngineInfo, store: StoreStats | None) -> Table:
     table = Table(title="memory plan, MiB")
     table.add_column("part")
     table.add_column("planned", justify="right")
@@ -50,6 +59,13 @@ def _plan_table(info: EngineInfo) -> Table:
         table.add_row(item.name, f"{item.planned_bytes / _MIB:.1f}", actual)
     total = sum(item.planned_bytes for item in info.memory_plan)
     known = sum(item.actual_bytes or 0 for item in info.memory_plan)
+    if store is not None and store.max_conversations:
+        table.add_row(
+            "parking (host, taken as needed)",
+            f"{store.capacity_bytes / _MIB:.1f}",
+            f"{store.num_bytes / _MIB:.1f}",
+        )
+        total, known = total + store.capacity_bytes, known + store.num_bytes
     table.add_section()
     table.add_row("total", f"{total / _MIB:.1f}", f"{known / _MIB:.1f}")
     return table

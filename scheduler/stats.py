@@ -6,13 +6,24 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from cache.store import StoreStats
 from engine.interface import MAX_SPEC, WindowPlan, WindowResult
 from scheduler.errors import DeadlineExceeded, EngineDead, SlotFailed
 from scheduler.messages import Failed, Finished, FinishReason
 
 if TYPE_CHECKING:
-    from cache.store import StoreStats
     from scheduler.sequence import Phase
+
+__all__ = [
+    "Counters",
+    "EngineState",
+    "Outcome",
+    "SchedulerStats",
+    "SlotView",
+    "StoreStats",
+    "Totals",
+    "outcome_of",
+]
 
 
 class EngineState(StrEnum):

@@ -50,6 +50,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[AppConfig]:
         (["--prefill", "lots"], ["--prefill", "lots"]),
         (["--max-context", "1"], ["--max-context", "16"]),
         (["--max-queue", ""], ["--max-queue"]),
+        (["--conversation-cache-slots", "-1"], ["--conversation-cache-slots", "0 to 100000"]),
+        (["--conversation-cache-mib", "1e3"], ["--conversation-cache-mib", "1e3"]),
+        (["--conversation-cache-min-free-mib", "NaN"], ["--conversation-cache-min-free-mib"]),
         (["--threads", "0"], ["--threads"]),
         (["--device", "tpu"], ["--device", "tpu", "cuda"]),
         (["--device", "cuda:x"], ["--device"]),
@@ -78,6 +81,7 @@ def test_options_arrive(started: list[AppConfig], tmp_path: Path) -> None:
         f"serve DIR --port 0 --batch 2 --max-context 512 --spec 3 --spec-min-p 0.25 --prefill 128 "
         f"--max-queue 9 --drain-s 1.5 --device cuda:1 --dtype float32 --threads 2 "
         f"--served-model-name m --cors-origin https://a --cors-origin https://b "
+        f"--conversation-cache-slots 7 --conversation-cache-mib 100 --conversation-cache-min-free-mib 3 "
         f"--log-level error --host ::1 --api-key-file {keys}"
     )
     result = runner.invoke(cli.app, arguments.split())
@@ -88,6 +92,9 @@ def test_options_arrive(started: list[AppConfig], tmp_path: Path) -> None:
     assert (engine.max_draft, scheduler.spec_min_p, engine.chunk_tokens) == (3, 0.25, 128)
     assert (engine.device, engine.dtype, engine.threads) == ("cuda:1", "float32", 2)
     assert (scheduler.max_queue, gateway.drain_s, gateway.port) == (9, 1.5, 0)
+    cache = scheduler.cache
+    assert (cache.max_conversations, cache.capacity_bytes) == (7, 100 * 2**20)
+    assert cache.min_free_bytes == 3 * 2**20
     assert gateway.cors_origins == ("https://a", "https://b")
     assert [key.name for key in gateway.api_keys] == ["ann"]
     assert (gateway.served_model_name, gateway.host, gateway.log_level) == ("m", "::1", "error")
