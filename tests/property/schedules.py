@@ -179,8 +179,9 @@ class Schedule:
 
     def run(self, num_requests: int, seen: Seen) -> None:
         rng = self.rng
+        arrivals = rng.choice([0.5, 0.1])
         while len(self.everyone) < num_requests or not self.server.is_idle:
-            if len(self.everyone) < num_requests and rng.random() < 0.5:
+            if len(self.everyone) < num_requests and rng.random() < arrivals:
                 request = self.next_request()
                 self.everyone.append(self.server.ask(request))
             if self.everyone and rng.random() < 0.03:
