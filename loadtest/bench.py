@@ -112,8 +112,8 @@ def cpu(
         typer.Option(help="Checkpoint directory; left out: the default model of this source tree."),
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Medians are taken over these.")] = 3,
-    requests: Annotated[int, typer.Option(min=4, help="Chats per stage.")] = 12,
-    max_tokens: Annotated[int, typer.Option(min=8)] = 128,
+    requests: Annotated[int, typer.Option(min=4, help="Chats per client.")] = 8,
+    max_tokens: Annotated[int, typer.Option(min=8)] = 96,
     prompt_words: Annotated[int, typer.Option(min=100, help="Of the long prompts.")] = 1200,
     threads: Annotated[int | None, typer.Option(min=1, help="Of server and baseline.")] = None,
     server_option: Annotated[
@@ -144,7 +144,7 @@ def cpu(
         drafts.append(_measure_server(plan, number))
         if baseline:
             console.print(f"round {number + 1} of {rounds}: transformers")
-            hf += [_measure_hf(plan, dtype) for dtype in ("float32", "bfloat16")]
+            hf += [_measure_hf(plan, dtype) for dtype in _baseline_dtypes()]
     result = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machine(),
@@ -299,6 +299,13 @@ def decode_rate(records: list[RequestRecord]) -> float:
 
 def _total_rate(stage: Stage) -> float:
     return summarize(stage, warmup_s=0.0, slo=Slo()).tokens_per_s
+
+
+def _baseline_dtypes() -> tuple[str, ...]:
+    """float32, and bfloat16 where the processor multiplies it: elsewhere it is emulated, many times slower."""
+    cpuinfo = Path("/proc/cpuinfo")
+    has_bfloat16 = not cpuinfo.exists() or "_bf16" in cpuinfo.read_text()
+    return ("float32", "bfloat16") if has_bfloat16 else ("float32",)
 
 
 def _measure_hf(plan: Plan, dtype: str) -> dict[str, Any]:
