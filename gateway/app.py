@@ -10,7 +10,9 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 from gateway.errors import ErrorReply
+from gateway.hosts import HostCheck, checks_hosts
 from gateway.middleware import ApiKeys, BodyLimit, Envelope
+from gateway.other_apis import OtherApis
 from gateway.page import page
 from gateway.responses import error_response
 from gateway.routes import Endpoints
@@ -26,6 +28,8 @@ def build_app(service: Service) -> Starlette:
     """The ASGI application over a running scheduler. Starting and stopping the scheduler is the caller's."""
     config = service.config
     middleware = [Middleware(Envelope)]
+    if checks_hosts(config.host, config.allowed_hosts):
+        middleware.append(Middleware(HostCheck, allowed_hosts=config.allowed_hosts))
     if config.cors_origins:
         middleware.append(
             Middleware(
@@ -41,7 +45,11 @@ def build_app(service: Service) -> Starlette:
         Middleware(BodyLimit, limit_bytes=config.max_body_bytes),
     ]
     return Starlette(
-        routes=[page(), *Endpoints(service).routes()],
+        routes=[
+            page(),
+            *Endpoints(service).routes(),
+            *OtherApis(service).routes(),
+        ],
         middleware=middleware,
         exception_handlers={HTTPException: _http_error},
     )
@@ -59,6 +67,6 @@ async def _http_error(request: Request, error: Exception) -> Response:
         code="not_found" if error.status_code == 404 else "bad_request",
         retry_after_s=None,
     )
-    response = error_response(reply)
+    response = error_response(reply, path=request.url.path)
     response.headers.update(error.headers or {})
     return response

@@ -172,10 +172,10 @@ def _parse_tool_call(fields: Fields) -> ToolCall:
     name = function.string("name")
     if not name:
         refuse(function.param("name"), "is required")
-    return ToolCall(id=fields.string("id") or "", name=name, arguments=_parse_arguments(function))
+    return ToolCall(id=fields.string("id") or "", name=name, arguments=parse_arguments(function))
 
 
-def _parse_arguments(function: Fields) -> JsonObject:
+def parse_arguments(function: Fields) -> JsonObject:
     """The arguments: a JSON object in a string, as OpenAI has it, or the object itself."""
     param = function.param("arguments")
     value = function.get("arguments")

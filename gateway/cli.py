@@ -12,6 +12,7 @@ import typer
 
 from gateway.config import (
     DTYPES,
+    LOG_FORMATS,
     LOG_LEVELS,
     MAX_CACHE_MIB,
     MAX_CONTEXT,
@@ -116,11 +117,21 @@ def serve(
     ] = _DEFAULTS.port,
     api_key_file: Annotated[
         Path | None,
-        _option("--api-key-file", "Keys that clients must send: one a line, `name:key` or `key`."),
+        _option(
+            "--api-key-file",
+            "Keys that clients must send: one a line, `name:key` or `key`, then rpm=N tpm=N concurrent=N.",
+        ),
     ] = None,
     cors_origin: Annotated[
         list[str] | None,
         _option("--cors-origin", "Origin whose pages may call the API; may be repeated."),
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        _option(
+            "--allowed-host",
+            "Host name the server answers to besides addresses and localhost; may be repeated.",
+        ),
     ] = None,
     device_name: Annotated[
         str, _option("--device", "auto, cpu, cuda or cuda:N.", device, "NAME")
@@ -222,6 +233,9 @@ def serve(
             "NAME",
         ),
     ] = _DEFAULTS.log_level,
+    log_format: Annotated[
+        str, _option("--log-format", "text or json.", choice(LOG_FORMATS), "NAME")
+    ] = _DEFAULTS.log_format,
 ) -> None:
     """Checks the options, then hands over to the server."""
     if model is not None and model_argument is not None and model != model_argument:
@@ -235,6 +249,7 @@ def serve(
                 port=port,
                 api_key_file=api_key_file,
                 cors_origins=tuple(cors_origin or ()),
+                allowed_hosts=tuple(allowed_host or ()),
                 device=device_name,
                 dtype=dtype,
                 threads=threads,
@@ -250,6 +265,7 @@ def serve(
                 conversation_cache_min_free_mib=conversation_cache_min_free_mib,
                 drain_s=drain_s,
                 log_level=log_level,
+                log_format=log_format,
             )
         )
     except ConfigError as error:

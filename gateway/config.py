@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gateway.errors import ConfigError, shorten
+from gateway.limits import MAX_RATE, KeyLimits
 from scheduler.config import DEFAULT_MODEL, CacheConfig, EngineConfig, SchedulerConfig
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ MAX_CACHE_MIB = 2**24
 _MIB = 2**20
 _CACHE = CacheConfig()
 LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
 DTYPES = ("auto", "float32", "bfloat16")
 _KEY_NAME_LIMIT = 64
 
@@ -38,6 +40,7 @@ class ApiKey:
     name: str
     """Owner: conversations of two owners are never shared."""
     secret: str = field(repr=False)
+    limits: KeyLimits = KeyLimits()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +55,12 @@ class GatewayConfig:
     """Empty: anyone may ask."""
     cors_origins: tuple[str, ...] = ()
     """Empty: web pages of other origins may not."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names that the server answers to besides its addresses and localhost."""
     drain_s: float = 30.0
     """How long a stopping server lets running requests finish."""
     log_level: str = "info"
+    log_format: str = "text"
     max_body_bytes: int = 16 * 2**20
     keepalive_s: float = 10.0
     """Pause between the comments that keep a silent stream open."""
@@ -80,6 +86,7 @@ class ServeOptions:
     port: int = 8080
     api_key_file: Path | None = None
     cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     device: str = "auto"
     dtype: str = "auto"
     threads: int | None = None
@@ -95,6 +102,7 @@ class ServeOptions:
     conversation_cache_min_free_mib: int = _CACHE.min_free_bytes // _MIB
     drain_s: float = 30.0
     log_level: str = "info"
+    log_format: str = "text"
 
 
 def load_config(options: ServeOptions) -> AppConfig:
@@ -111,8 +119,10 @@ def load_config(options: ServeOptions) -> AppConfig:
             served_model_name=options.served_model_name or _shipped_name(options.model),
             api_keys=keys,
             cors_origins=options.cors_origins,
+            allowed_hosts=options.allowed_hosts,
             drain_s=options.drain_s,
             log_level=options.log_level,
+            log_format=options.log_format,
         ),
         scheduler=SchedulerConfig(
             engine=EngineConfig(
@@ -142,8 +152,9 @@ def _shipped_name(model: str) -> str | None:
 
 
 def read_api_keys(path: Path) -> tuple[ApiKey, ...]:
-    """One key per line, `name:key` or `key`; blank lines and lines that begin with # do not count.
+    """One key per line, `name:key` or `key`, then its limits; blank lines and lines that begin with # do not count.
 
+    Limits are `rpm=N` (requests a minute), `tpm=N` (tokens a minute) and `concurrent=N`, each at most once.
     Raises ConfigError naming file and line, never the key.
     """
     try:
@@ -156,21 +167,43 @@ def read_api_keys(path: Path) -> tuple[ApiKey, ...]:
         text = line.strip()
         if not text or text.startswith("#"):
             continue
-        name, colon, secret = text.partition(":")
-        if not colon:
-            name, secret = f"key{number}", text
-        name, secret = name.strip(), secret.strip()
         where = f"--api-key-file {path}, line {number}"
-        if not secret or not secret.isascii() or any(char.isspace() for char in secret):
+        name, colon, rest = text.partition(":")
+        if not colon:
+            name, rest = f"key{number}", text
+        secret, *limits = rest.split() or [""]
+        name = name.strip()
+        if not secret or not secret.isascii():
             raise ConfigError(f"{where}: a key has 1 or more ASCII characters without spaces")
         if not 0 < len(name) <= _KEY_NAME_LIMIT:
             raise ConfigError(f"{where}: a name has 1 to {_KEY_NAME_LIMIT} characters")
         if any(key.secret == secret for key in keys):
             raise ConfigError(f"{where}: the same key twice")
-        keys.append(ApiKey(name=name, secret=secret))
+        keys.append(ApiKey(name=name, secret=secret, limits=_key_limits(where, limits)))
     if not keys:
         raise ConfigError(f"--api-key-file {path}: has no key")
     return tuple(keys)
+
+
+_LIMITS = {"rpm": "requests_per_min", "tpm": "tokens_per_min", "concurrent": "max_concurrent"}
+"""Words of the key file, and the fields of KeyLimits."""
+
+
+def _key_limits(where: str, words: list[str]) -> KeyLimits:
+    found: dict[str, int] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or name not in _LIMITS:
+            raise ConfigError(
+                f"{where}: behind a key come rpm=N, tpm=N and concurrent=N, and no key has a space"
+            )
+        if _LIMITS[name] in found:
+            raise ConfigError(f"{where}: {name} twice")
+        try:
+            found[_LIMITS[name]] = count(1, MAX_RATE)(value)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {name} {error}") from None
+    return KeyLimits(**found)
 
 
 def count(low: int, high: int) -> Callable[[str], int]:

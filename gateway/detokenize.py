@@ -60,6 +60,11 @@ class Detokenizer:
         """A stop string was found; later ids are ignored."""
         return self._stop.found
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that was found."""
+        return self._stop.match
+
     def push(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None = None
     ) -> TextDelta:
@@ -134,6 +139,8 @@ class StopMatcher:
     def __init__(self, strings: tuple[str, ...]) -> None:
         self.strings = strings
         self.found = False
+        self.match: str | None = None
+        """The string that was found."""
         self.num_released = 0
         """Characters given out."""
         self._held = ""
@@ -163,8 +170,11 @@ class StopMatcher:
 
     def _first_stop(self, text: str) -> int | None:
         hits = [(text.find(stop), stop) for stop in self.strings]
-        spans = [(start + len(stop), start) for start, stop in hits if start >= 0]
-        return min(spans)[1] if spans else None
+        spans = [(start + len(stop), start, stop) for start, stop in hits if start >= 0]
+        if not spans:
+            return None
+        _, start, self.match = min(spans)
+        return start
 
     def _hold_from(self, text: str) -> int:
         """Where the longest end of the text begins that is the beginning of a stop string."""

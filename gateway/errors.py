@@ -3,6 +3,8 @@
 GatewayError
  +-- InvalidRequest        400  a field that is wrong, named by `param`
  +-- NotAuthenticated      401  no key, or not one of ours
+ +-- HostNotAllowed        403  a host name that is not this server's
+ +-- RateLimited           429  more than the API key may use
  +-- ModelNotFound         404  a model that is not served here
  +-- BodyTooLarge          413  more bytes than the limit; the rest is left unread
  +-- UnsupportedMediaType  415  a body that does not say it is JSON
@@ -33,6 +35,23 @@ class InvalidRequest(GatewayError):
 
 class NotAuthenticated(GatewayError):
     """No API key, or a wrong one."""
+
+
+class HostNotAllowed(GatewayError):
+    """The request is for a host that this server does not answer to."""
+
+    def __init__(self, host: str) -> None:
+        super().__init__(
+            f"this server does not answer to the host {shorten(host)!r}; --allowed-host adds one"
+        )
+
+
+class RateLimited(GatewayError):
+    """The API key has used what it may for now."""
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class ModelNotFound(GatewayError):
@@ -84,6 +103,8 @@ INTERNAL = ErrorKind(status=500, type=_SERVER, code="internal_error")
 TABLE: dict[type[Exception], ErrorKind] = {
     InvalidRequest: ErrorKind(status=400, type=_INVALID, code="invalid_value"),
     NotAuthenticated: ErrorKind(status=401, type="authentication_error", code="invalid_api_key"),
+    HostNotAllowed: ErrorKind(status=403, type="permission_error", code="host_not_allowed"),
+    RateLimited: ErrorKind(status=429, type="rate_limit_error", code="rate_limit_exceeded"),
     ModelNotFound: ErrorKind(status=404, type=_INVALID, code="model_not_found"),
     BodyTooLarge: ErrorKind(status=413, type=_INVALID, code="body_too_large"),
     UnsupportedMediaType: ErrorKind(status=415, type=_INVALID, code="unsupported_media_type"),
@@ -141,7 +162,7 @@ def reply_for(error: BaseException) -> ErrorReply:
     else:
         message = str(error)
     retry_after_s = 1 if kind.status == 503 else None
-    if isinstance(error, scheduler_errors.NotNow):
+    if isinstance(error, scheduler_errors.NotNow | RateLimited):
         retry_after_s = max(1, math.ceil(error.retry_after_s))
     param = None
     code = kind.code

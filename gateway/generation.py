@@ -99,6 +99,11 @@ class Choice:
         return self.finish_reason is not None
 
     @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended it."""
+        return self._detokenizer.stop_string
+
+    @property
     def completion_tokens(self) -> int:
         return self._detokenizer.num_tokens + self._num_stop_ids
 

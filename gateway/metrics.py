@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.metrics_core import Metric
 
+    from gateway.limits import Allowance
     from scheduler.stats import SchedulerStats, StoreStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -88,7 +89,15 @@ class Metrics:
 class Meter:
     """Times one request for the metrics."""
 
-    def __init__(self, metrics: Metrics, endpoint: str, now: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        endpoint: str,
+        now: Callable[[], float],
+        allowance: Allowance | None = None,
+    ) -> None:
+        """allowance: what the tokens are charged to."""
+        self._allowance = allowance
         self._metrics = metrics
         self._endpoint = endpoint
         self._now = now
@@ -97,12 +106,16 @@ class Meter:
         self._is_counted = False
 
     def accepted(self, prompt_tokens: int) -> None:
+        if self._allowance is not None:
+            self._allowance.charge(prompt_tokens)
         self._metrics.prompt_accepted(prompt_tokens)
 
     def delivered(self, num_tokens: int) -> None:
         """Called for every delta with the tokens it brought."""
         if num_tokens == 0:
             return
+        if self._allowance is not None:
+            self._allowance.charge(num_tokens)
         now_s = self._now()
         if self._last_s is None:
             self._metrics.first_tokens(now_s - self._arrived_s, num_tokens)

@@ -16,6 +16,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 
 from gateway.errors import TABLE, BodyTooLarge, NotAuthenticated, reply_for
+from gateway.json_log import FIELDS
+from gateway.limits import Allowance
 from gateway.responses import error_response
 
 if TYPE_CHECKING:
@@ -27,6 +29,9 @@ OWNER = "stratagate.owner"
 """Scope key: name of the API key's owner, empty without keys."""
 REQUEST_ID = "stratagate.request_id"
 """Scope key: id of the request, the client's own where it sent a usable one."""
+
+ALLOWANCE = "stratagate.allowance"
+"""Scope key: the Allowance that a generation is charged to; absent without keys."""
 
 _GOOD_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _PROBES = frozenset({"/health", "/ready", "/metrics"})
@@ -69,18 +74,30 @@ class Envelope:
                 _log.exception("request failed id=%s", request_id)
             if status is not None:
                 raise
-            await error_response(reply_for(error))(scope, receive, send_with_id)
+            response = error_response(reply_for(error), path=scope["path"])
+            await response(scope, receive, send_with_id)
         finally:
             is_probe = scope["path"] in _PROBES
+            seconds, owner = time.monotonic() - started_s, scope.get(OWNER) or None
             _access.log(
                 logging.DEBUG if is_probe else logging.INFO,
                 "%s %s %s %.3fs id=%s%s",
                 scope["method"],
                 scope["path"],
                 status or "-",
-                time.monotonic() - started_s,
+                seconds,
                 request_id,
-                f" key={scope[OWNER]}" if scope.get(OWNER) else "",
+                f" key={owner}" if owner else "",
+                extra={
+                    FIELDS: {
+                        "method": scope["method"],
+                        "path": scope["path"],
+                        "status": status,
+                        "seconds": round(seconds, 6),
+                        "request_id": request_id,
+                        "key": owner,
+                    }
+                },
             )
 
 
@@ -90,30 +107,51 @@ def _request_id(scope: Scope) -> str:
 
 
 class ApiKeys:
-    """Lets only known keys reach /v1; notes whose it was."""
+    """Lets only known keys reach /v1 and the tokenizer, each within its limits; notes whose it was."""
 
     def __init__(self, app: ASGIApp, keys: tuple[ApiKey, ...]) -> None:
         self._app = app
-        self._keys = [(key.name, key.secret.encode()) for key in keys]
+        self._keys = [
+            (key, key.secret.encode(), Allowance(key.limits, time.monotonic)) for key in keys
+        ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            is_open = not self._keys or not scope["path"].startswith("/v1")
-            scope[OWNER] = "" if is_open else self._owner(Headers(scope=scope))
-        await self._app(scope, receive, send)
+        if scope["type"] != "http" or not self._keys or not _needs_key(scope["path"]):
+            scope[OWNER] = ""
+            await self._app(scope, receive, send)
+            return
+        key, allowance = self._key_of(Headers(scope=scope))
+        scope[OWNER] = key.name
+        if scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        allowance.begin()
+        scope[ALLOWANCE] = allowance
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            allowance.end()
 
-    def _owner(self, headers: Headers) -> str:
+    def _key_of(self, headers: Headers) -> tuple[ApiKey, Allowance]:
         kind, _, token = headers.get("authorization", "").partition(" ")
         if kind.lower() != "bearer":
             token = headers.get("x-api-key", "")
         given = token.strip().encode()
         # Every key is compared, so that the time taken says nothing about any of them.
-        owners = [name for name, secret in self._keys if hmac.compare_digest(secret, given)]
-        if not owners:
+        found = [
+            (key, allowance)
+            for key, secret, allowance in self._keys
+            if hmac.compare_digest(secret, given)
+        ]
+        if not found:
             raise NotAuthenticated(
                 "the API key is not valid" if given else "an API key is required: send it as Bearer"
             )
-        return owners[0]
+        return found[0]
+
+
+def _needs_key(path: str) -> bool:
+    return path.startswith("/v1") or path in ("/tokenize", "/detokenize")
 
 
 class BodyLimit:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import anyio
@@ -56,15 +57,28 @@ class Preparer:
 
         Cancellation waits for a tokenization that has begun.
         """
+        prompt = await self.rendered(request)
+        return self._choices(request.options, [(prompt, "")], request_id, owner, "messages")
+
+    async def rendered(self, request: ChatRequest) -> RenderedPrompt:
+        """The prompt alone, however long. Raises InvalidRequest. Cancelled like `chat`."""
         num_chars = sum(
             len(message.content) + len(message.reasoning_content or "") + 64
             for message in request.messages
         )
         if num_chars <= _INLINE_CHARS:
-            prompt = self._render(request)
-        else:
-            prompt = await anyio.to_thread.run_sync(self._render, request, limiter=self._limiter)
-        return self._choices(request.options, [(prompt, "")], request_id, owner, "messages")
+            return self._render(request)
+        return await anyio.to_thread.run_sync(self._render, request, limiter=self._limiter)
+
+    async def encoded(self, text: str, *, parse_special: bool) -> tuple[int, ...]:
+        """Ids of a raw text. Cancelled like `chat`."""
+        encode = partial(self._files.encoder.encode_plain, text, parse_special=parse_special)
+        return await anyio.to_thread.run_sync(encode, limiter=self._limiter)
+
+    async def decoded(self, ids: tuple[int, ...]) -> str:
+        """Text of ids, hidden tokens left out. Raises InvalidRequest. Cancelled like `chat`."""
+        self._check_ids("tokens", ids)
+        return await anyio.to_thread.run_sync(self._files.decode, ids, limiter=self._limiter)
 
     async def completion(
         self, request: CompletionRequest, *, request_id: str, owner: str

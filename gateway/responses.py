@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import orjson
 from starlette.responses import Response
 
+from gateway.messages_reply import message_error
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -22,8 +24,8 @@ def json_response(
     )
 
 
-def error_response(reply: ErrorReply) -> Response:
-    """An error object with its status and headers."""
+def error_response(reply: ErrorReply, *, path: str = "") -> Response:
+    """An error object with its status and headers, in the shape of the API that the path belongs to."""
     headers: dict[str, str] = {}
     if reply.retry_after_s is not None:
         headers["retry-after"] = str(reply.retry_after_s)
@@ -32,4 +34,5 @@ def error_response(reply: ErrorReply) -> Response:
     if reply.status == 413:
         # The rest of the body is still on its way and will not be read.
         headers["connection"] = "close"
-    return json_response(reply.body(), reply.status, headers)
+    body = message_error(reply) if path.startswith("/v1/messages") else reply.body()
+    return json_response(body, reply.status, headers)

@@ -3,44 +3,30 @@
 from __future__ import annotations
 
 import hashlib
-import time
-from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-import anyio
-from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.errors import ModelNotFound, UnsupportedMediaType
-from gateway.generation import Choice, Generation
-from gateway.metrics import CONTENT_TYPE, Meter
+from gateway.answering import Answering, json_body
+from gateway.metrics import CONTENT_TYPE
 from gateway.middleware import OWNER, REQUEST_ID
-from gateway.output_parser import OutputParser
 from gateway.replies import ChoiceText, LogprobWriter, ReplyHead, new_id, usage_reply
 from gateway.responses import json_response
-from gateway.stream import ChatChunks, CompletionChunks, FrameResponse, FrameStream
-from gateway.wire import ChatRequest, parse_chat, parse_completion
+from gateway.stream import ChatChunks, ChunkFrames, CompletionChunks
+from gateway.wire import parse_chat, parse_completion
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
     from starlette.requests import Request
 
     from gateway.config import GatewayConfig
-    from gateway.metrics import Metrics
+    from gateway.generation import ChoiceDelta, Generation
+    from gateway.metrics import Meter, Metrics
     from gateway.model_files import ModelFiles
-    from gateway.preparation import PreparedChoice, Preparer
+    from gateway.preparation import Preparer
     from gateway.replies import JsonReply
-    from gateway.stream import ChunkWriter
-    from gateway.wire import CompletionRequest
     from scheduler.service import Scheduler
-
-DEFAULT_ALIAS = "default"
-"""A name that every server answers to."""
-
-_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +57,7 @@ class Endpoints:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._scheduler = service.scheduler
+        self._answering = Answering(service)
         self._logprobs = LogprobWriter(service.files.tokenizer)
 
     def routes(self) -> list[Route]:
@@ -86,21 +73,11 @@ class Endpoints:
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions"""
-        meter = self._meter("chat")
-        try:
-            return await self._chat(request, meter)
-        except BaseException as error:
-            meter.failed(error)
-            raise
+        return await self._answering.metered(request, "chat", self._chat)
 
     async def completion(self, request: Request) -> Response:
         """POST /v1/completions"""
-        meter = self._meter("completions")
-        try:
-            return await self._completion(request, meter)
-        except BaseException as error:
-            meter.failed(error)
-            raise
+        return await self._answering.metered(request, "completions", self._completion)
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models"""
@@ -109,7 +86,7 @@ class Endpoints:
 
     async def model(self, request: Request) -> Response:
         """GET /v1/models/{model}"""
-        self._check_model(request.path_params["model"])
+        self._answering.check_model(request.path_params["model"])
         return json_response(self._model_card())
 
     async def health(self, request: Request) -> Response:
@@ -133,16 +110,13 @@ class Endpoints:
         return Response(self._service.metrics.render(), headers={"content-type": CONTENT_TYPE})
 
     async def _chat(self, request: Request, meter: Meter) -> Response:
-        body = parse_chat(await _json_body(request))
-        self._check_model(body.model)
-        prepared = await self._service.preparer.chat(
-            body, request_id=request.scope[REQUEST_ID], owner=request.scope[OWNER]
-        )
-        generation = self._generate(prepared, body, meter)
+        body = parse_chat(await json_body(request))
+        generation = await self._answering.start_chat(request, body, meter)
         head = self._head("chatcmpl-")
         logprobs = self._logprobs if body.options.top_logprobs is not None else None
         if body.delivery.stream:
-            return self._stream(head, generation, ChatChunks(logprobs), body, meter)
+            writer = ChunkFrames(head, generation, ChatChunks(logprobs), body.delivery)
+            return self._answering.stream(generation, writer, meter)
         texts = await self._collect(request, generation, meter)
         return json_response(
             {
@@ -155,17 +129,19 @@ class Endpoints:
         )
 
     async def _completion(self, request: Request, meter: Meter) -> Response:
-        body = parse_completion(await _json_body(request))
-        self._check_model(body.model)
+        body = parse_completion(await json_body(request))
+        self._answering.check_model(body.model)
         prepared = await self._service.preparer.completion(
             body, request_id=request.scope[REQUEST_ID], owner=request.scope[OWNER]
         )
-        generation = self._generate(prepared, body, meter)
+        generation = self._answering.start(prepared, body.options, None, meter)
         head = self._head("cmpl-")
         logprobs = self._logprobs if body.options.top_logprobs is not None else None
         echoes = tuple(choice.echo for choice in prepared)
         if body.delivery.stream:
-            return self._stream(head, generation, CompletionChunks(logprobs, echoes), body, meter)
+            chunks = CompletionChunks(logprobs, echoes)
+            writer = ChunkFrames(head, generation, chunks, body.delivery)
+            return self._answering.stream(generation, writer, meter)
         texts = await self._collect(request, generation, meter)
         return json_response(
             {
@@ -178,77 +154,22 @@ class Endpoints:
             }
         )
 
-    def _generate(
-        self,
-        prepared: tuple[PreparedChoice, ...],
-        body: ChatRequest | CompletionRequest,
-        meter: Meter,
-    ) -> Generation:
-        files = self._service.files
-        tools = body.tools if isinstance(body, ChatRequest) else None
-        choices = [
-            Choice(
-                item,
-                files,
-                body.options.stop,
-                None if tools is None else OutputParser(in_thought=item.in_thought, tools=tools),
-            )
-            for item in prepared
-        ]
-        generation = Generation(
-            choices,
-            self._scheduler.submit,
-            counts_reasoning=tools is not None and files.think_ids is not None,
-        )
-        meter.accepted(generation.prompt_tokens)
-        return generation
-
-    def _stream(
-        self,
-        head: ReplyHead,
-        generation: Generation,
-        chunks: ChunkWriter,
-        body: ChatRequest | CompletionRequest,
-        meter: Meter,
-    ) -> Response:
-        config = self._service.config
-        return FrameResponse(
-            FrameStream(head, generation, chunks, body.delivery, meter),
-            generation,
-            keepalive_s=config.keepalive_s,
-            send_timeout_s=config.send_timeout_s,
-        )
-
     async def _collect(
         self, request: Request, generation: Generation, meter: Meter
     ) -> list[ChoiceText]:
-        """The whole answer; a client that leaves ends it. Raises ClientDisconnect or what a sequence failed with."""
+        """The whole answer. Raises what `Answering.collect` does."""
         texts = [ChoiceText() for _ in generation.choices]
 
-        async def collect() -> None:
-            async with aclosing(generation.deltas()) as deltas:
-                async for delta in deltas:
-                    meter.delivered(delta.num_tokens)
-                    texts[delta.index].add(delta)
+        def add(delta: ChoiceDelta) -> None:
+            texts[delta.index].add(delta)
 
-        try:
-            await _unless_disconnected(request, collect)
-        finally:
-            generation.close()
-        meter.ended(generation.outcome)
+        await self._answering.collect(request, generation, meter, add)
         return texts
-
-    def _meter(self, endpoint: str) -> Meter:
-        return Meter(self._service.metrics, endpoint, time.monotonic)
 
     def _head(self, prefix: str) -> ReplyHead:
         return ReplyHead(
             id=new_id(prefix), model=self._service.model, fingerprint=self._service.fingerprint
         )
-
-    def _check_model(self, model: str) -> None:
-        if model not in (self._service.model, DEFAULT_ALIAS):
-            raise ModelNotFound(model, served=self._service.model)
 
     def _model_card(self) -> JsonReply:
         return {
@@ -258,39 +179,6 @@ class Endpoints:
             "owned_by": "stratagate",
             "max_model_len": self._scheduler.info.max_context,
         }
-
-
-async def _json_body(request: Request) -> bytes:
-    content_type = request.headers.get("content-type", "")
-    kind = content_type.partition(";")[0].strip().lower()
-    if kind != "application/json" and not kind.endswith("+json"):
-        raise UnsupportedMediaType(content_type)
-    return await request.body()
-
-
-async def _unless_disconnected(request: Request, work: Callable[[], Awaitable[None]]) -> None:
-    """Run work while the client waits for it. Raises ClientDisconnect when it left, work then being cancelled."""
-    has_left = False
-    failure: Exception | None = None
-
-    async def watch() -> None:
-        nonlocal has_left
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        has_left = True
-        tasks.cancel_scope.cancel()
-
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(watch)
-        try:
-            await work()
-        except Exception as error:  # raised again below, outside the group that would wrap it
-            failure = error
-        tasks.cancel_scope.cancel()
-    if failure is not None:
-        raise failure
-    if has_left:
-        raise ClientDisconnect
 
 
 def _chat_choice(index: int, text: ChoiceText, logprobs: LogprobWriter | None) -> JsonReply:

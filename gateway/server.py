@@ -20,6 +20,7 @@ from rich.console import Console
 
 from gateway.app import build_app
 from gateway.errors import ConfigError, TokenizerError
+from gateway.json_log import JsonFormatter
 from gateway.metrics import Metrics
 from gateway.model_files import load_model_files
 from gateway.preparation import Preparer
@@ -48,11 +49,13 @@ _log = logging.getLogger("stratagate.server")
 
 def run_server(config: AppConfig, version: str) -> int:
     """Serve until told to stop; returns the exit status."""
-    logging.basicConfig(
-        level=config.gateway.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s %(message)s",
-        stream=sys.stderr,
+    handler = logging.StreamHandler()
+    handler.setFormatter(
+        JsonFormatter()
+        if config.gateway.log_format == "json"
+        else logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s")
     )
+    logging.basicConfig(level=config.gateway.log_level.upper(), handlers=[handler])
     for name in ("httpx", "asyncio", "uvicorn.error", "sse_starlette"):
         logging.getLogger(name).setLevel(logging.WARNING)
     try:
@@ -169,6 +172,15 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def _http_protocol() -> type[asyncio.Protocol] | str:
+    """Ours where httptools is there; h11 has its own bound on headers."""
+    try:
+        from gateway.http_protocol import BoundedHttpProtocol
+    except ImportError:
+        return "h11"
+    return BoundedHttpProtocol
+
+
 class GracefulServer(uvicorn.Server):
     """uvicorn that keeps answering while it drains.
 
@@ -181,6 +193,7 @@ class GracefulServer(uvicorn.Server):
             uvicorn.Config(
                 app,
                 lifespan="off",
+                http=_http_protocol(),
                 log_config=None,
                 access_log=False,
                 server_header=False,

@@ -1,4 +1,4 @@
-"""Deltas to SSE frames: the role first, exactly one finish chunk per choice, usage, [DONE].
+"""Deltas to SSE frames; in OpenAI's spelling: the role first, exactly one finish chunk per choice, usage, [DONE].
 
 An error after the first byte becomes one error event, then [DONE]. Leaving the stream, in whatever way, cancels its
 sequences.
@@ -21,14 +21,18 @@ from gateway.replies import DONE, call_reply, frame, usage_reply
 from gateway.tools import merged_calls
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Callable
 
     from starlette.types import Receive, Scope, Send
 
+    from gateway.errors import ErrorReply
     from gateway.generation import ChoiceDelta, Generation
     from gateway.metrics import Meter
     from gateway.replies import JsonReply, LogprobWriter, ReplyHead
     from gateway.wire import StreamOptions
+
+ABORT = "stratagate.abort"
+"""Scope key, where the server has one: drops the connection with all that is buffered for it."""
 
 _log = logging.getLogger("stratagate.stream")
 
@@ -124,8 +128,28 @@ class CompletionChunks:
         }
 
 
-class FrameStream:
-    """The SSE frames of one answer."""
+class FrameWriter(Protocol):
+    """How one API spells a stream: every method returns whole frames, or nothing."""
+
+    def opening(self) -> bytes:
+        """What is sent before the prompt is read."""
+        ...
+
+    def output(self, delta: ChoiceDelta) -> bytes:
+        """News of a choice."""
+        ...
+
+    def closing(self) -> bytes:
+        """The end of a stream that ended well."""
+        ...
+
+    def failure(self, reply: ErrorReply) -> bytes:
+        """The end of a stream that did not."""
+        ...
+
+
+class ChunkFrames:
+    """OpenAI's chunks."""
 
     def __init__(
         self,
@@ -133,40 +157,31 @@ class FrameStream:
         generation: Generation,
         chunks: ChunkWriter,
         delivery: StreamOptions,
-        meter: Meter,
     ) -> None:
         self._generation = generation
         self._chunks = chunks
         self._delivery = delivery
-        self._meter = meter
         # The part of every chunk that does not change, up to the choices.
         self._prefix = b"data: " + orjson.dumps(head.head(chunks.kind))[:-1] + b',"choices":['
 
-    async def frames(self) -> AsyncGenerator[bytes, None]:
-        """Bytes to send, one or more whole frames at a time. Closed early, the sequences are cancelled."""
-        generation = self._generation
-        try:
-            opening = [self._chunks.opening(choice.index) for choice in generation.choices]
-            if first := b"".join(self._chunk(choice) for choice in opening if choice is not None):
-                yield first
-            async with aclosing(generation.deltas()) as deltas:
-                async for delta in deltas:
-                    self._meter.delivered(delta.num_tokens)
-                    if data := self._frames_of(delta):
-                        yield data
-            self._meter.ended(generation.outcome)
-            yield self._last_usage() + DONE
-        except Exception as error:
-            yield self._error(error) + DONE
-        finally:
-            generation.close()
-            self._meter.ended("cancelled")
+    def opening(self) -> bytes:
+        opening = [self._chunks.opening(choice.index) for choice in self._generation.choices]
+        return b"".join(self._chunk(choice) for choice in opening if choice is not None)
 
-    def _frames_of(self, delta: ChoiceDelta) -> bytes:
+    def output(self, delta: ChoiceDelta) -> bytes:
         data = self._chunk(self._chunks.output(delta)) if delta.has_output else b""
         if (finish_name := delta.finish_name) is not None:
             data += self._chunk(self._chunks.ending(delta.index, finish_name))
         return data
+
+    def closing(self) -> bytes:
+        if not self._delivery.include_usage:
+            return DONE
+        usage = orjson.dumps(usage_reply(self._generation.usage))
+        return b'%b],"usage":%b}\n\n%b' % (self._prefix, usage, DONE)
+
+    def failure(self, reply: ErrorReply) -> bytes:
+        return frame(reply.body()) + DONE
 
     def _chunk(self, choice: JsonReply) -> bytes:
         return b"%b%b]%b}\n\n" % (self._prefix, orjson.dumps(choice), self._usage_so_far())
@@ -177,18 +192,40 @@ class FrameStream:
         # With include_usage OpenAI's chunks carry a null until the last one.
         return b',"usage":null' if self._delivery.include_usage else b""
 
-    def _last_usage(self) -> bytes:
-        if not self._delivery.include_usage:
-            return b""
-        usage = orjson.dumps(usage_reply(self._generation.usage))
-        return b'%b],"usage":%b}\n\n' % (self._prefix, usage)
 
-    def _error(self, error: Exception) -> bytes:
+class FrameStream:
+    """The SSE frames of one answer."""
+
+    def __init__(self, generation: Generation, writer: FrameWriter, meter: Meter) -> None:
+        self._generation = generation
+        self._writer = writer
+        self._meter = meter
+
+    async def frames(self) -> AsyncGenerator[bytes, None]:
+        """Bytes to send, one or more whole frames at a time. Closed early, the sequences are cancelled."""
+        generation, writer, meter = self._generation, self._writer, self._meter
+        try:
+            if first := writer.opening():
+                yield first
+            async with aclosing(generation.deltas()) as deltas:
+                async for delta in deltas:
+                    meter.delivered(delta.num_tokens)
+                    if data := writer.output(delta):
+                        yield data
+            meter.ended(generation.outcome)
+            yield writer.closing()
+        except Exception as error:
+            yield self._failure(error)
+        finally:
+            generation.close()
+            meter.ended("cancelled")
+
+    def _failure(self, error: Exception) -> bytes:
         reply = reply_for(error)
         if type(error) not in TABLE:
             _log.exception("stream failed")
         self._meter.ended(reply.code or reply.type)
-        return frame(reply.body())
+        return self._writer.failure(reply)
 
 
 class FrameResponse(EventSourceResponse):
@@ -205,12 +242,14 @@ class FrameResponse(EventSourceResponse):
         *,
         keepalive_s: float,
         send_timeout_s: float,
+        keep_alive: Callable[[], ServerSentEvent] | None = None,
     ) -> None:
+        """keep_alive: what a silent stream says; a comment if not given."""
         self._frames = stream.frames()
         super().__init__(  # pyright: ignore[reportUnknownMemberType] - a bare dict in its types
             self._frames,
             ping=keepalive_s,
-            ping_message_factory=_keep_alive,
+            ping_message_factory=keep_alive or _keep_alive,
             data_sender_callable=self._watch_sends,
             send_timeout=send_timeout_s,
             sep="\n",
@@ -224,6 +263,9 @@ class FrameResponse(EventSourceResponse):
             await super().__call__(scope, receive, send)
         except SendTimeoutError:
             _log.warning("a reader stalled for %.0f s and was left", self._send_timeout_s)
+            # Closing would wait for ever for the reader to take what is buffered.
+            if abort := scope.get(ABORT):
+                abort()
         finally:
             # Frames that were never asked for leave their generator's own clean-up unrun.
             self._generation.close()

@@ -149,7 +149,11 @@ def parse_body(body: bytes) -> Fields:
 
 def parse_chat(body: bytes) -> ChatRequest:
     """Body bytes to a ChatRequest. Raises InvalidRequest."""
-    fields = parse_body(body)
+    return read_chat(parse_body(body))
+
+
+def read_chat(fields: Fields) -> ChatRequest:
+    """A chat completion's fields to a ChatRequest; requests of other APIs are put into them. Raises InvalidRequest."""
     model = _model(fields)
     messages = parse_messages(fields)
     _refuse_unsupported(fields, _OFF | _OFF_IN_CHAT)

@@ -38,7 +38,7 @@ async def raw_post(live: Live, body: dict[str, object]) -> socket.socket:
     content = json.dumps(body).encode()
     connection = socket.create_connection(live.address)
     connection.sendall(
-        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         b"Authorization: Bearer key\r\nOrigin: https://chat.example\r\n"
         b"Content-Length: %d\r\n\r\n%b" % (len(content), content)
     )
@@ -102,7 +102,7 @@ async def test_a_reader_that_stalls_is_left() -> None:
         connection.connect(live.address)
         body = json.dumps(endless(stream=True, logprobs=True, top_logprobs=20, n=4)).encode()
         connection.sendall(
-            b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
         )
         metrics = ""

@@ -8,7 +8,7 @@ from gateway.generation import Choice, Generation
 from gateway.metrics import Meter, Metrics
 from gateway.preparation import PreparedChoice
 from gateway.replies import ReplyHead
-from gateway.stream import ChatChunks, FrameResponse, FrameStream
+from gateway.stream import ChatChunks, ChunkFrames, FrameResponse, FrameStream
 from gateway.wire import StreamOptions
 from scheduler.errors import Overloaded
 from scheduler.handle import RequestHandle
@@ -43,13 +43,13 @@ async def test_a_response_that_cannot_even_begin_cancels_its_sequences() -> None
         return handles[-1]
 
     generation = Generation([choice(0), choice(1)], submit, counts_reasoning=False)
-    frames = FrameStream(
+    writer = ChunkFrames(
         ReplyHead(id="1", model="m", fingerprint="f"),
         generation,
         ChatChunks(None),
         StreamOptions(stream=True),
-        Meter(Metrics(no_stats), "chat", lambda: 0.0),
     )
+    frames = FrameStream(generation, writer, Meter(Metrics(no_stats), "chat", lambda: 0.0))
     response = FrameResponse(frames, generation, keepalive_s=10.0, send_timeout_s=10.0)
 
     async def send(message: Message) -> None:

@@ -1,0 +1,166 @@
+"""What every generating endpoint does: take the body, start the sequences, deliver the answer whole or streamed."""
+
+from __future__ import annotations
+
+import time
+from contextlib import aclosing
+from typing import TYPE_CHECKING, TypeVar
+
+import anyio
+from starlette.requests import ClientDisconnect
+
+from gateway.errors import ModelNotFound, UnsupportedMediaType
+from gateway.generation import Choice, Generation
+from gateway.metrics import Meter
+from gateway.middleware import ALLOWANCE, OWNER, REQUEST_ID
+from gateway.output_parser import OutputParser
+from gateway.stream import FrameResponse, FrameStream
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from sse_starlette import ServerSentEvent
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from gateway.generation import ChoiceDelta
+    from gateway.preparation import PreparedChoice
+    from gateway.routes import Service
+    from gateway.stream import FrameWriter
+    from gateway.wire import ChatRequest, GenerationOptions
+
+DEFAULT_ALIAS = "default"
+"""A name that every server answers to."""
+
+_Result = TypeVar("_Result")
+
+
+class Answering:
+    """Parse is the endpoint's, spelling the writer's; what is between them is here."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def metered(
+        self,
+        request: Request,
+        endpoint: str,
+        answer: Callable[[Request, Meter], Awaitable[_Result]],
+    ) -> _Result:
+        """Run an endpoint and count the request, however it ends."""
+        meter = Meter(self._service.metrics, endpoint, time.monotonic, request.scope.get(ALLOWANCE))
+        try:
+            return await answer(request, meter)
+        except BaseException as error:
+            meter.failed(error)
+            raise
+
+    def check_model(self, model: str) -> None:
+        """Raises ModelNotFound."""
+        if model not in (self._service.model, DEFAULT_ALIAS):
+            raise ModelNotFound(model, served=self._service.model)
+
+    async def start_chat(self, request: Request, body: ChatRequest, meter: Meter) -> Generation:
+        """Submit the sequences of a chat, whichever API it came by."""
+        self.check_model(body.model)
+        prepared = await self._service.preparer.chat(
+            body, request_id=request.scope[REQUEST_ID], owner=request.scope[OWNER]
+        )
+        parsers = [OutputParser(in_thought=item.in_thought, tools=body.tools) for item in prepared]
+        return self.start(prepared, body.options, parsers, meter)
+
+    def start(
+        self,
+        prepared: tuple[PreparedChoice, ...],
+        options: GenerationOptions,
+        parsers: list[OutputParser] | None,
+        meter: Meter,
+    ) -> Generation:
+        """Submit sequences; without parsers all output is content."""
+        files = self._service.files
+        choices = [
+            Choice(item, files, options.stop, None if parsers is None else parsers[item.index])
+            for item in prepared
+        ]
+        generation = Generation(
+            choices,
+            self._service.scheduler.submit,
+            counts_reasoning=parsers is not None and files.think_ids is not None,
+        )
+        meter.accepted(generation.prompt_tokens)
+        return generation
+
+    def stream(
+        self,
+        generation: Generation,
+        writer: FrameWriter,
+        meter: Meter,
+        keep_alive: Callable[[], ServerSentEvent] | None = None,
+    ) -> Response:
+        """The answer as server-sent events."""
+        config = self._service.config
+        return FrameResponse(
+            FrameStream(generation, writer, meter),
+            generation,
+            keepalive_s=config.keepalive_s,
+            send_timeout_s=config.send_timeout_s,
+            keep_alive=keep_alive,
+        )
+
+    async def collect(
+        self,
+        request: Request,
+        generation: Generation,
+        meter: Meter,
+        add: Callable[[ChoiceDelta], object],
+    ) -> None:
+        """Give `add` every delta; a client that leaves ends it.
+
+        Raises ClientDisconnect or what a sequence failed with.
+        """
+
+        async def run() -> None:
+            async with aclosing(generation.deltas()) as deltas:
+                async for delta in deltas:
+                    meter.delivered(delta.num_tokens)
+                    add(delta)
+
+        try:
+            await _unless_disconnected(request, run)
+        finally:
+            generation.close()
+        meter.ended(generation.outcome)
+
+
+async def json_body(request: Request) -> bytes:
+    """The body of a request that says it is JSON. Raises UnsupportedMediaType."""
+    content_type = request.headers.get("content-type", "")
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise UnsupportedMediaType(content_type)
+    return await request.body()
+
+
+async def _unless_disconnected(request: Request, work: Callable[[], Awaitable[None]]) -> None:
+    """Run work while the client waits for it. Raises ClientDisconnect when it left, work then being cancelled."""
+    has_left = False
+    failure: Exception | None = None
+
+    async def watch() -> None:
+        nonlocal has_left
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        has_left = True
+        tasks.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(watch)
+        try:
+            await work()
+        except Exception as error:  # raised again below, outside the group that would wrap it
+            failure = error
+        tasks.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+    if has_left:
+        raise ClientDisconnect

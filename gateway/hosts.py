@@ -1,0 +1,62 @@
+"""Which names a server answers to: a defence against DNS rebinding.
+
+A web page can have its own name resolve to 127.0.0.1 and then read, as if from its own origin, what a server there
+answers. Its requests still carry that name, so a server that only this machine should reach takes none but its own.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import TYPE_CHECKING
+
+from starlette.datastructures import Headers
+
+from gateway.errors import HostNotAllowed
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+
+class HostCheck:
+    """Refuses requests for other hosts.
+
+    Addresses are let in: a name is needed for rebinding. So is a request that names no host, as no browser sends one.
+    """
+
+    def __init__(self, app: ASGIApp, allowed_hosts: tuple[str, ...]) -> None:
+        self._app = app
+        self._allowed = frozenset(host.lower() for host in allowed_hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            host = Headers(scope=scope).get("host", "")
+            if not self._is_ours(_without_port(host).lower().rstrip(".")):
+                raise HostNotAllowed(host)
+        await self._app(scope, receive, send)
+
+    def _is_ours(self, host: str) -> bool:
+        is_local = host in ("", "localhost") or host.endswith(".localhost")
+        return is_local or host in self._allowed or _is_address(host)
+
+
+def checks_hosts(bound_to: str, allowed_hosts: tuple[str, ...]) -> bool:
+    """Whether there is anything to check: the server is for this machine alone, or hosts are named."""
+    return bool(allowed_hosts) or _is_loopback(bound_to)
+
+
+def _without_port(host: str) -> str:
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0]
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)

@@ -1,0 +1,47 @@
+"""uvicorn's HTTP protocol with two things that it lacks: a bound on headers, and a way to drop a connection."""
+
+from __future__ import annotations
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from gateway.stream import ABORT
+
+MAX_HEADER_BYTES = 64 * 1024
+
+_TOO_LARGE = b"the request's headers are larger than %d bytes" % MAX_HEADER_BYTES
+_REFUSAL = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: text/plain; charset=utf-8\r\n"
+    b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (len(_TOO_LARGE), _TOO_LARGE)
+)
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """One connection."""
+
+    _in_headers = True
+    """Between requests as well: what comes then begins the next one."""
+    _header_bytes = 0
+
+    def data_received(self, data: bytes) -> None:
+        # The parser keeps an unfinished header itself, so bytes are counted before it sees them. A read is at most
+        # 256 KiB, which bounds what a body's first piece can add.
+        if self._in_headers:
+            self._header_bytes += len(data)
+            if self._header_bytes > MAX_HEADER_BYTES and b"\r\n\r\n" not in data[:MAX_HEADER_BYTES]:
+                self._refuse()
+                return
+        super().data_received(data)
+
+    def on_headers_complete(self) -> None:
+        self._in_headers = False
+        super().on_headers_complete()
+        self.scope[ABORT] = self.transport.abort  # pyright: ignore[reportGeneralTypeIssues]
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._in_headers, self._header_bytes = True, 0
+
+    def _refuse(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.write(_REFUSAL)
+            self.transport.close()

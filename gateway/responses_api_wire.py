@@ -1,0 +1,273 @@
+"""POST /v1/responses, put into the fields of a chat completion.
+
+Checks what is said differently there; ranges, limits and what is honoured are the chat endpoint's rules. Nothing is
+kept between requests: a conversation is what `input` has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gateway.chat_messages import parse_arguments
+from gateway.fields import Fields, JsonObject, as_array, as_object, describe, refuse
+from gateway.renaming import renamed
+from gateway.wire import MAX_TOKENS, parse_body, read_chat
+
+if TYPE_CHECKING:
+    from gateway.wire import ChatRequest
+
+_SAME = (
+    # Fields with one meaning in both, and the extras of this server.
+    "model",
+    "temperature",
+    "top_p",
+    "parallel_tool_calls",
+    "stream",
+    "service_tier",
+    "user",
+    "prompt_cache_key",
+    "top_k",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "stop",
+    "stop_token_ids",
+    "logit_bias",
+    "spec",
+    "spec_min_p",
+    "enable_thinking",
+    "chat_template_kwargs",
+)
+_NAMES = {
+    # Names of the chat's fields, and what they came from.
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+    "verbosity": "text.verbosity",
+}
+_OFF: dict[str, tuple[object, ...]] = {
+    # Known fields that are not honoured, and the values that ask for nothing.
+    "background": (False,),
+    "context_management": ([],),
+    "conversation": (),
+    "max_tool_calls": (),
+    "previous_response_id": (),
+    "prompt": (),
+    "store": (False,),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
+_REASONS = {
+    "previous_response_id": "cannot be honoured: this server keeps no responses; send the conversation in input",
+    "conversation": "cannot be honoured: this server keeps no conversations; send this one in input",
+    "store": "must be false: this server keeps no responses",
+}
+_ECHOED = ("instructions", "max_output_tokens", "metadata", "temperature", "top_p", "tools")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseRequest:
+    """A checked POST /v1/responses."""
+
+    chat: ChatRequest
+    echo: JsonObject
+    """Fields that the answer repeats."""
+
+
+def parse_response(body: bytes) -> ResponseRequest:
+    """Body bytes of /v1/responses to a ResponseRequest. Raises InvalidRequest."""
+    fields = parse_body(body)
+    _refuse_unsupported(fields)
+    if (stream_options := fields.object("stream_options")) is not None:
+        stream_options.boolean("include_obfuscation")
+    chat: JsonObject = {name: fields.values[name] for name in _SAME if name in fields.values}
+    chat["max_tokens"] = fields.integer("max_output_tokens", 1, MAX_TOKENS)
+    chat["messages"] = _messages(fields)
+    chat["tools"] = [_tool(item) for item in fields.objects("tools")]
+    chat["tool_choice"] = _tool_choice(fields)
+    if (reasoning := fields.object("reasoning")) is not None:
+        chat["reasoning_effort"] = reasoning.get("effort")
+    if (text := fields.object("text")) is not None:
+        chat["verbosity"] = text.get("verbosity")
+        chat["response_format"] = _text_format(text)
+    with renamed(_NAMES):
+        return ResponseRequest(chat=read_chat(Fields(chat)), echo=_echo(fields))
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    for name, off in _OFF.items():
+        value = fields.get(name)
+        if value is not None and not any(type(value) is type(x) and value == x for x in off):
+            default = f"is not supported by this server; found {describe(value)}"
+            refuse(name, _REASONS.get(name, default))
+    for index, item in enumerate(fields.array("include") or []):
+        # The thought is in the answer as it is: there is nothing to encrypt.
+        if item != "reasoning.encrypted_content":
+            refuse(f"include[{index}]", f"is not supported by this server; found {describe(item)}")
+
+
+def _echo(fields: Fields) -> JsonObject:
+    metadata = fields.object("metadata")
+    reasoning = fields.object("reasoning")
+    return {
+        **{name: fields.get(name) for name in _ECHOED},
+        "metadata": {} if metadata is None else metadata.values,
+        "reasoning": {
+            "effort": None if reasoning is None else reasoning.get("effort"),
+            "summary": None,
+        },
+        "text": fields.get("text") or {"format": {"type": "text"}},
+        "tools": fields.get("tools") or [],
+        "tool_choice": fields.get("tool_choice") or "auto",
+        "parallel_tool_calls": fields.get("parallel_tool_calls") is not False,
+    }
+
+
+def _messages(fields: Fields) -> list[object]:
+    messages = _Messages()
+    instructions = fields.string("instructions")
+    if instructions is not None:
+        messages.add("system", instructions)
+    value = fields.get("input")
+    if value is None:
+        refuse("input", "is required")
+    if isinstance(value, str):
+        messages.add("user", value)
+        return messages.items
+    items = as_array("input", value)
+    if not items:
+        refuse("input", "must not be empty")
+    for index, item in enumerate(items):
+        _add_item(messages, as_object(f"input[{index}]", item))
+    return messages.items
+
+
+class _Messages:
+    """The chat's messages; thoughts, texts and calls of the assistant that follow each other become one."""
+
+    def __init__(self) -> None:
+        self.items: list[object] = []
+        self._assistant: JsonObject | None = None
+        self._calls: list[JsonObject] = []
+        """Of the assistant's message that is open."""
+
+    def add(self, role: str, content: str, **more: object) -> None:
+        self._assistant = None
+        self.items.append({"role": role, "content": content, **more})
+
+    def add_thought(self, text: str) -> None:
+        message = self._open()
+        message["reasoning_content"] = f"{message.get('reasoning_content') or ''}{text}"
+
+    def add_text(self, text: str) -> None:
+        message = self._open()
+        message["content"] = f"{message['content']}{text}"
+
+    def add_call(self, call: JsonObject) -> None:
+        self._open()["tool_calls"] = self._calls
+        self._calls.append(call)
+
+    def _open(self) -> JsonObject:
+        if self._assistant is None:
+            self._assistant, self._calls = {"role": "assistant", "content": ""}, []
+            self.items.append(self._assistant)
+        return self._assistant
+
+
+def _add_item(messages: _Messages, item: Fields) -> None:
+    kind = item.string("type") or "message"
+    match kind:
+        case "message":
+            role = item.one_of("role", ("user", "assistant", "system", "developer"))
+            if role is None:
+                refuse(item.param("role"), "is required")
+            text = _text(item, "content")
+            if role == "assistant":
+                messages.add_text(text)
+            else:
+                messages.add(role, text)
+        case "reasoning":
+            messages.add_thought(_thought(item))
+        case "function_call":
+            name = _required(item, "name")
+            if not name:
+                refuse(item.param("name"), "must not be empty")
+            function: JsonObject = {"name": name, "arguments": parse_arguments(item)}
+            messages.add_call({"id": _required(item, "call_id"), "function": function})
+        case "function_call_output":
+            messages.add("tool", _text(item, "output"), tool_call_id=_required(item, "call_id"))
+        case _:
+            refuse(item.param("type"), f"is not supported by this server; found {describe(kind)}")
+
+
+def _required(item: Fields, name: str) -> str:
+    value = item.string(name)
+    if value is None:
+        refuse(item.param(name), "is required")
+    return value
+
+
+def _text(item: Fields, name: str) -> str:
+    """A string, or parts that are text."""
+    value = item.get(name)
+    if value is None:
+        refuse(item.param(name), "is required")
+    if isinstance(value, str):
+        return value
+    return "".join(_part(part) for part in item.objects(name))
+
+
+def _part(part: Fields) -> str:
+    kind = part.string("type")
+    if kind == "refusal":
+        return _required(part, "refusal")
+    if kind not in ("input_text", "output_text", "text"):
+        found = describe(kind)
+        refuse(part.param("type"), f"must be text: this model reads text only; found {found}")
+    return _required(part, "text")
+
+
+def _thought(item: Fields) -> str:
+    """The thought as it was; of another server's, the summary."""
+    for name in ("content", "summary"):
+        texts = [_required(part, "text") for part in item.objects(name)]
+        if texts:
+            return "".join(texts)
+    return ""
+
+
+def _tool(item: Fields) -> JsonObject:
+    kind = item.string("type")
+    if kind != "function":
+        refuse(item.param("type"), f"must be 'function'; found {describe(kind)}")
+    names = ("name", "description", "parameters", "strict")
+    function = {name: item.get(name) for name in names if item.get(name) is not None}
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(fields: Fields) -> object:
+    if isinstance(fields.get("tool_choice"), str):
+        return fields.get("tool_choice")
+    choice = fields.object("tool_choice")
+    if choice is None:
+        return None
+    if choice.string("type") != "function":
+        refuse("tool_choice.type", f"must be 'function'; found {describe(choice.get('type'))}")
+    return {"type": "function", "function": {"name": _required(choice, "name")}}
+
+
+def _text_format(text: Fields) -> JsonObject | None:
+    wanted = text.object("format")
+    if wanted is None:
+        return None
+    if wanted.string("type") != "json_schema":
+        return wanted.values
+    names = ("name", "description", "schema", "strict")
+    schema = {name: wanted.get(name) for name in names if wanted.get(name) is not None}
+    return {"type": "json_schema", "json_schema": schema}

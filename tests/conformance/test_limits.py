@@ -1,0 +1,185 @@
+"""What one key, one host name or one request may take."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+
+import pytest
+
+from engine.fake import FakeScript
+from gateway.config import ApiKey, GatewayConfig
+from gateway.http_protocol import MAX_HEADER_BYTES
+from gateway.json_log import JsonFormatter
+from gateway.limits import KeyLimits
+from tests.conformance.live import Live, chat_body, live_server, says, until
+
+CHAT = "/v1/chat/completions"
+HEADERS = {"authorization": "Bearer key"}
+
+
+def limited(**limits: int) -> GatewayConfig:
+    key = ApiKey(name="ann", secret="key", limits=KeyLimits(**limits))
+    return GatewayConfig(port=0, api_keys=(key, ApiKey(name="bob", secret="other")))
+
+
+async def refused(live: Live) -> dict[str, str]:
+    response = await live.client.post(CHAT, json=chat_body(max_tokens=1))
+    assert response.status_code == 429
+    assert int(response.headers["retry-after"]) >= 1
+    error = response.json()["error"]
+    assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+    other = await live.client.post(
+        CHAT, json=chat_body(max_tokens=1), headers={"authorization": "Bearer other"}
+    )
+    assert other.status_code == 200
+    return {"message": error["message"], "after": response.headers["retry-after"]}
+
+
+async def test_requests_a_minute() -> None:
+    async with live_server(config=limited(requests_per_min=2), headers=HEADERS) as live:
+        for _ in range(2):
+            response = await live.client.post(CHAT, json=chat_body(max_tokens=1))
+            assert response.status_code == 200
+        error = await refused(live)
+        assert "2 requests a minute" in error["message"]
+        assert 20 <= int(error["after"]) <= 30
+        # Reading what is served is free.
+        for _ in range(3):
+            assert (await live.client.get("/v1/models")).status_code == 200
+
+
+async def test_tokens_a_minute_count_prompt_and_output() -> None:
+    async with live_server(config=limited(tokens_per_min=60), headers=HEADERS) as live:
+        fields = chat_body(stream=True, max_tokens=90, ignore_eos=True)
+        # A request is never broken off for its key's sake.
+        assert '"finish_reason":"length"' in (await live.client.post(CHAT, json=fields)).text
+        assert "60 tokens a minute" in (await refused(live))["message"]
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_requests_at_once(streamed: bool) -> None:
+    script = FakeScript(decode_s=0.01)
+    async with live_server(script, config=limited(max_concurrent=1), headers=HEADERS) as live:
+        body = chat_body(stream=streamed, max_tokens=4000, ignore_eos=True)
+        running = asyncio.create_task(live.client.post(CHAT, json=body))
+        await live.wait_busy()
+        assert "1 may" in (await refused(live))["message"]
+        running.cancel()
+        await live.wait_idle()
+        response = await live.client.post(CHAT, json=chat_body(max_tokens=1))
+        assert response.status_code == 200
+
+
+async def test_anthropics_paths_tell_it_in_their_own_shape() -> None:
+    async with live_server(config=limited(requests_per_min=1), headers=HEADERS) as live:
+        body = chat_body(max_tokens=1)
+        assert (await live.client.post("/v1/messages", json=body)).status_code == 200
+        response = await live.client.post("/v1/messages", json=body)
+        assert response.status_code == 429
+        assert response.headers["retry-after"]
+        assert response.json()["error"]["type"] == "rate_limit_error"
+
+
+async def test_the_tokenizer_needs_a_key_too() -> None:
+    async with live_server(config=limited()) as live:
+        for path in ("/tokenize", "/detokenize"):
+            assert (await live.client.post(path, json={})).status_code == 401
+
+
+async def test_foreign_host_names_are_refused_on_the_loopback() -> None:
+    config = GatewayConfig(port=0, allowed_hosts=("Box.lan",))
+    async with live_server(config=config) as live:
+        for host in ("evil.example", "localhost.evil.example", "127.0.0.1.evil.example:80", "a:b"):
+            for path in ("/", "/health", "/v1/models"):
+                response = await live.client.get(path, headers={"host": host})
+                assert response.status_code == 403
+                assert response.json()["error"]["code"] == "host_not_allowed"
+        for host in (
+            "localhost",
+            "LOCALHOST:80",
+            "127.0.0.1:1",
+            "[::1]:1",
+            "box.lan:80",
+            "10.0.0.1",
+        ):
+            response = await live.client.get("/health", headers={"host": host})
+            assert response.status_code == 200
+
+
+async def test_a_server_for_others_answers_to_any_name_unless_some_are_listed() -> None:
+    foreign = {"host": "evil.example"}
+    for hosts, status in (((), 200), (("box.lan",), 403)):
+        config = GatewayConfig(host="0.0.0.0", port=0, allowed_hosts=hosts)
+        async with live_server(config=config) as live:
+            url = live.url.replace("0.0.0.0", "127.0.0.1")
+            response = await live.client.get(f"{url}/health", headers=foreign)
+            assert response.status_code == status
+
+
+async def status_line(live: Live, data: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection(*live.address)
+    try:
+        writer.write(data)
+        return await asyncio.wait_for(reader.readline(), 5.0)
+    finally:
+        writer.close()
+
+
+async def test_headers_are_bounded() -> None:
+    async with live_server() as live:
+        many = b"".join(b"X-A%d: b\r\n" % number for number in range(MAX_HEADER_BYTES // 8))
+        for headers in (b"X-A: " + b"b" * (MAX_HEADER_BYTES + 10), many):
+            line = await status_line(live, b"GET /health HTTP/1.1\r\n" + headers)
+            assert line.startswith(b"HTTP/1.1 431")
+        good = {"x-filler": "b" * (MAX_HEADER_BYTES // 2)}
+        # Bodies do not count, and every request of a connection has the whole bound.
+        for _ in range(3):
+            response = await live.client.post(CHAT, json=chat_body("x" * 100_000), headers=good)
+            assert response.status_code == 400
+            assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+async def test_the_connection_of_a_stalled_reader_is_dropped() -> None:
+    config = GatewayConfig(port=0, send_timeout_s=0.3, keepalive_s=60.0)
+    async with live_server(FakeScript(), config=config) as live:
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(live.address)
+        fields = chat_body(
+            stream=True, max_tokens=4000, ignore_eos=True, logprobs=True, top_logprobs=20, n=4
+        )
+        body = json.dumps(fields).encode()
+        connection.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+        )
+        await live.wait_busy()
+        assert live.server.server_state.connections
+        await until(lambda: not live.server.server_state.connections, 15.0)
+        connection.close()
+
+
+async def test_logs_as_json_have_no_prompt(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with live_server(says("secret answer")) as live:
+        await live.client.post(CHAT, json=chat_body("secret prompt"), headers={"x-request-id": "a"})
+    lines = [JsonFormatter().format(record) for record in caplog.records]
+    (line,) = [json.loads(line) for line in lines if '"stratagate.access"' in line]
+    assert line["path"] == CHAT
+    assert (line["status"], line["request_id"], line["key"]) == (200, "a", None)
+    assert line["level"] == "info"
+    assert not any("secret" in line for line in lines)
+
+
+def test_failures_in_json_logs_have_their_traceback() -> None:
+    try:
+        raise ValueError("bad")
+    except ValueError as error:
+        record = logging.LogRecord("x", logging.ERROR, "", 0, "m %d", (1,), None)
+        record.exc_info = (type(error), error, error.__traceback__)
+    line = json.loads(JsonFormatter().format(record))
+    assert line["message"] == "m 1"
+    assert "ValueError: bad" in line["exception"]
