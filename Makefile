@@ -37,18 +37,22 @@ LOCKED := $(PIP) --constraint requirements.lock
 # The project is installed with the build tools of the lock file instead of whatever is newest that day.
 PROJECT := $(LOCKED) --no-build-isolation --editable
 
-.PHONY: help serve test check format lock clean
+.PHONY: help serve test browser-test check format lock clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 serve: $(VENV)/.serve ## start the server with the default model: http://127.0.0.1:8080/
 	$(BIN)/stratagate serve $(ARGS)
 
+# One process a core, whole files each: the models that a file's tests share are built once.
 test: $(VENV)/.dev ## run the tests; needs no GPU
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile $(ARGS)
+
+browser-test: $(VENV)/.dev ## run the tests of the page; needs an installed Chromium
+	$(BIN)/python -m pytest -m browser tests/browser $(ARGS)
 
 check: $(VENV)/.dev ## formatting, lint and types
 	$(BIN)/ruff format --check .
