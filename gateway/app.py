@@ -13,9 +13,10 @@ from gateway.errors import ErrorReply
 from gateway.hosts import HostCheck, checks_hosts
 from gateway.middleware import ApiKeys, BodyLimit, Envelope
 from gateway.other_apis import OtherApis
-from gateway.page import page
+from gateway.page.files import page_routes
 from gateway.responses import error_response
 from gateway.routes import Endpoints
+from gateway.status import status_route
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -46,7 +47,8 @@ def build_app(service: Service) -> Starlette:
     ]
     return Starlette(
         routes=[
-            page(),
+            *page_routes(),
+            status_route(service),
             *Endpoints(service).routes(),
             *OtherApis(service).routes(),
         ],

@@ -55,6 +55,8 @@ class Metrics:
             buckets=_TTFT_BUCKETS_S,
             registry=self._registry,
         )
+        self.recent = RecentTokens()
+        """Of all endpoints together."""
         self._per_token = _TokenCollector()
         self._registry.register(self._per_token)
         self._total = Histogram(
@@ -84,6 +86,35 @@ class Metrics:
     def render(self) -> bytes:
         """The exposition text."""
         return generate_latest(self._registry)
+
+
+class RecentTokens:
+    """Tokens delivered within the last few seconds, counted by the second."""
+
+    window_s = 5
+
+    def __init__(self) -> None:
+        self._counts = [0] * self.window_s
+        self._second = 0
+        """The one that is being counted; the others of the ring lie before it."""
+
+    def add(self, now_s: float, num_tokens: int) -> None:
+        second = int(now_s)
+        if second != self._second:
+            self._advance(second)
+        self._counts[second % self.window_s] += num_tokens
+
+    def per_s(self, now_s: float, uptime_s: float) -> float:
+        """Tokens per second over the window, or since the start if that is shorter."""
+        self._advance(int(now_s))
+        counted_s = self.window_s - 1 + now_s % 1
+        return sum(self._counts) / max(min(counted_s, uptime_s), 1.0)
+
+    def _advance(self, second: int) -> None:
+        """Forget the seconds that the ring's places stood for before."""
+        for passed in range(self._second + 1, min(second, self._second + self.window_s) + 1):
+            self._counts[passed % self.window_s] = 0
+        self._second = max(second, self._second)
 
 
 class Meter:
@@ -117,6 +148,7 @@ class Meter:
         if self._allowance is not None:
             self._allowance.charge(num_tokens)
         now_s = self._now()
+        self._metrics.recent.add(now_s, num_tokens)
         if self._last_s is None:
             self._metrics.first_tokens(now_s - self._arrived_s, num_tokens)
         else:

@@ -34,7 +34,7 @@ ALLOWANCE = "stratagate.allowance"
 """Scope key: the Allowance that a generation is charged to; absent without keys."""
 
 _GOOD_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_PROBES = frozenset({"/health", "/ready", "/metrics"})
+_PROBES = frozenset({"/health", "/ready", "/metrics", "/v1/status"})
 """Paths that are asked for every few seconds; their lines would bury the others."""
 _access = logging.getLogger("stratagate.access")
 _log = logging.getLogger("stratagate.gateway")
