@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _MEMINFO = Path("/proc/meminfo")
+_SAVES_PER_WINDOW = 64
+"""Pages written in one window unless more are needed at once, so that a long conversation stops nobody."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,7 @@ class Parking:
         )
         self._tenants: dict[int, _Tenant] = {}
         self._saves: list[SavePage] = []
+        self._saves_per_window = _SAVES_PER_WINDOW
         self._suspends: list[Suspend] = []
         self._sent = WindowPlan()
         self._is_short_of_memory = False
@@ -155,10 +158,16 @@ class Parking:
 
         What is resumed must have been written by an earlier window; if it was not, the orders go alone, first.
         """
-        if plan is None or self._is_early(plan):
-            return self._with_orders(WindowPlan()) if self.has_orders else plan
-        chunks = tuple(self._with_checkpoint(chunk, table[chunk.slot]) for chunk in plan.chunks)
-        return self._with_orders(replace(plan, chunks=chunks))
+        self._forget_dead_orders()
+        if plan is None:
+            return self._with_orders(WindowPlan(), self._due(())) if self.has_orders else None
+        if self._is_early(plan):
+            return self._with_orders(WindowPlan(), len(self._saves))
+        if plan.chunks:
+            chunks = tuple(self._with_checkpoint(chunk, table[chunk.slot]) for chunk in plan.chunks)
+            plan = replace(plan, chunks=chunks)
+            self._forget_dead_orders()
+        return self._with_orders(plan, self._due(tuple(start.slot for start in plan.starts)))
 
     def started(self, sequence: SequenceState) -> None:
         """The sequence was started in its slot."""
@@ -208,6 +217,18 @@ class Parking:
         resumes = [start.resume for start in plan.starts if start.resume is not None]
         return any(r.checkpoint_id in checkpoints or pages & set(r.page_ids) for r in resumes)
 
+    def _forget_dead_orders(self) -> None:
+        """What was evicted before it was written is not written at all."""
+        if self.has_orders:
+            pages, checkpoints = self._store.pages, self._store.checkpoints
+            self._saves = [s for s in self._saves if s.page_id in pages]
+            self._suspends = [s for s in self._suspends if s.checkpoint_id in checkpoints]
+
+    def _due(self, starting: tuple[int, ...]) -> int:
+        """How many of the waiting pages must be written now: those of slots that are started, and a window's worth."""
+        last = max((i for i, s in enumerate(self._saves) if s.slot in starting), default=-1)
+        return max(last + 1, self._saves_per_window)
+
     def _with_checkpoint(self, chunk: PrefillChunk, sequence: SequenceState) -> PrefillChunk:
         tenant = self._tenants.get(sequence.arrival)
         end = chunk.start + len(chunk.token_ids)
@@ -222,21 +243,22 @@ class Parking:
             return chunk
         return replace(chunk, checkpoint_id=checkpoint_id)
 
-    def _with_orders(self, plan: WindowPlan) -> WindowPlan:
+    def _with_orders(self, plan: WindowPlan, num_saves: int) -> WindowPlan:
         store = self._store
         drops = store.take_drops()
-        plan = replace(
-            plan,
-            drop_page_ids=drops.page_ids,
-            drop_checkpoint_ids=drops.checkpoint_ids,
-            # What was evicted before it was written is not written at all.
-            suspends=tuple(s for s in self._suspends if s.checkpoint_id in store.checkpoints),
-            saves=tuple(s for s in self._saves if s.page_id in store.pages),
-        )
-        store.pages.mark_made(_written_pages(plan))
-        store.checkpoints.mark_made(_written_checkpoints(plan))
-        self._saves.clear()
-        self._suspends.clear()
+        if self.has_orders or drops.page_ids or drops.checkpoint_ids:
+            plan = replace(
+                plan,
+                drop_page_ids=drops.page_ids,
+                drop_checkpoint_ids=drops.checkpoint_ids,
+                suspends=tuple(self._suspends),
+                saves=tuple(self._saves[:num_saves]),
+            )
+            store.pages.mark_made(_written_pages(plan))
+            del self._saves[:num_saves]
+            self._suspends.clear()
+        if plan.chunks or plan.suspends:
+            store.checkpoints.mark_made(_written_checkpoints(plan))
         self._sent = plan
         return plan
 

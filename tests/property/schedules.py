@@ -174,6 +174,7 @@ class Schedule:
         self.solo = solo
         self.config = random_config(rng, engine)
         self.server = Server(engine, self.config, solo.held)
+        self.server.roster._parking._saves_per_window = rng.choice([1, 64])
         self.everyone: list[Asked] = []
         self.cancelled = 0
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -256,7 +257,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Let every task come to rest."""
 
         async def breathe() -> None:
-            for _ in range(30):
+            for _ in range(20):
                 await asyncio.sleep(0)
 
         self.run(breathe())
@@ -450,4 +451,5 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
+TestSchedulerMachine.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+pytestmark = pytest.mark.timeout(90)

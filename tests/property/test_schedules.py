@@ -27,16 +27,17 @@ SCRIPT = FakeScript(
 TEXTS = Texts(vocab_size=40, system_tokens=70, user_tokens=40, max_tokens=30, max_prompt=400)
 
 
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("group", range(5))
 def test_scripted_tokens_do_not_depend_on_the_schedule(group: int) -> None:
     """Many schedules of many requests, where the engine checks every id and every page it is told to use."""
     engine = FakeEngine(SCRIPT)
     solo = Solo(engine, engine.parked_ids)
     seen = Seen()
-    for seed in range(10):
+    for seed in range(6):
         Schedule(engine, TEXTS, Random(1000 * group + seed), solo).run(15, seen)
         assert engine.parked_ids() == (frozenset(), frozenset())
-    assert seen.cached > 500
+    assert seen.cached > 300
     assert min(seen.cancelled, seen.evictions, seen.preemptions, seen.refused) > 0
 
 
