@@ -299,19 +299,28 @@ def checkpoint_positions(
     At its last turn start, where the next turn of a client that keeps or drops the reply's thinking goes on; behind a
     first turn long enough to be worth sharing; and every so many tokens. Without turns, at the last whole chunk.
     """
-    wanted: set[int] = set()
-    if turn_token_id in prompt_ids[1:]:
-        wanted.add(len(prompt_ids) - 1 - prompt_ids[::-1].index(turn_token_id))
-        first_turn_end = prompt_ids.index(turn_token_id, 1)
+    first_turn_end = _second_turn(prompt_ids, turn_token_id)
+    if first_turn_end is None:
+        wanted = {(len(prompt_ids) - 1) // chunk_tokens * chunk_tokens}
+    else:
+        wanted = {len(prompt_ids) - 1 - prompt_ids[::-1].index(turn_token_id)}
         if first_turn_end >= config.min_shared_tokens:
             wanted.add(first_turn_end)
-    else:
-        wanted.add((len(prompt_ids) - 1) // chunk_tokens * chunk_tokens)
     every = -(-config.checkpoint_every_tokens // chunk_tokens) * chunk_tokens
     while len(prompt_ids) > every * (config.max_checkpoints - 1):
         every *= 2
     wanted.update(range(every, len(prompt_ids), every))
     return frozenset(wanted - {0})
+
+
+def _second_turn(prompt_ids: tuple[int, ...], turn_token_id: int | None) -> int | None:
+    """Where the first turn that does not begin the prompt begins."""
+    if turn_token_id is None:
+        return None
+    try:
+        return prompt_ids.index(turn_token_id, 1)
+    except ValueError:
+        return None
 
 
 def free_host_bytes() -> int | None:
