@@ -107,7 +107,7 @@ function showTiles(now) {
   const engine = byId("engine");
   engine.textContent = now.draining ? "stopping" : now.engine.state;
   engine.className = now.ready ? "good" : "bad";
-  byId("restarts").textContent = now.engine.restarts ? `${now.engine.restarts} restarts` : "no restarts";
+  byId("restarts").textContent = `restarted ${now.engine.restarts} times`;
   const sum = (name) => now.drafts.by_depth.reduce((total, depth) => total + depth[name], 0);
   const offered = sum("offered");
   byId("acceptance").textContent = offered ? percent(sum("accepted") / offered) : "–";
