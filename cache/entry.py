@@ -30,9 +30,11 @@ class TokenPrefix:
 
     def agrees(self, other: TokenPrefix, start: int, end: int) -> bool:
         """Whether both have all positions [start, end) and the same ids there."""
-        span = slice(start * _ID_BYTES, end * _ID_BYTES)
-        both_reach = min(len(self), len(other)) >= end
-        return both_reach and memoryview(self.packed)[span] == memoryview(other.packed)[span]
+        if min(len(self), len(other)) < end:
+            return False
+        first = start * _ID_BYTES
+        # Much faster than comparing views, which go byte by byte.
+        return self.packed.startswith(other.packed[first : end * _ID_BYTES], first)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
