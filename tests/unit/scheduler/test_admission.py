@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from scheduler.admission import MAX_RETRY_AFTER_S, MIN_RETRY_AFTER_S, WaitingQueue, retry_after_s
+from scheduler.admission import (
+    MAX_RETRY_AFTER_S,
+    MIN_RETRY_AFTER_S,
+    PreemptionRules,
+    WaitingQueue,
+    pick_preempted,
+    retry_after_s,
+)
 from scheduler.sequence import SequenceState
+from scheduler.slots import SlotTable
 from tests.factories import make_sequence
 
 
@@ -75,3 +85,62 @@ def test_all_can_be_taken() -> None:
 )
 def test_retry_after_follows_the_measured_seat_time(mean_seat_s: float, expected: float) -> None:
     assert retry_after_s(mean_seat_s, num_slots=4) == expected
+
+
+RULES = PreemptionRules(wait_s=2.0, run_s=3.0, max_times=1)
+
+
+def running(seated_at_s: float = 0.0, **request: Any) -> SequenceState:
+    """A decoding sequence that the engine knows."""
+    sequence = make_sequence(prompt_ids=(1,), max_tokens=50, **request)
+    sequence.num_read_tokens = 1
+    sequence.output_ids.append(9)
+    sequence.seated_at_s = seated_at_s
+    return sequence
+
+
+def gives_way(*sequences: SequenceState, now_s: float = 10.0, **waiting: Any) -> int | None:
+    """The seat that is given up, if one is, to a request that waits since 0."""
+    table = SlotTable(len(sequences))
+    for sequence in sequences:
+        table.seat(sequence)
+        sequence.is_started = True
+    slot = pick_preempted(make_sequence(**waiting), table, now_s, RULES)
+    return None if slot is None else slot.index
+
+
+def test_who_had_the_slot_longest_gives_way() -> None:
+    assert gives_way(running(5.0), running(1.0), running(3.0)) == 1
+
+
+def test_nobody_gives_way_before_both_have_had_their_time() -> None:
+    assert gives_way(running(-9.0), now_s=1.9) is None
+    assert gives_way(running(7.1), now_s=10.0) is None
+    assert gives_way(running(7.0), now_s=10.0) == 0
+
+
+def test_priority_is_never_given_up_to_a_lower_one() -> None:
+    assert gives_way(running(priority=1)) is None
+    assert gives_way(running(priority=1), priority=1) == 0
+    assert gives_way(running(0.0, priority=1), running(5.0), priority=1) == 1
+
+
+def test_the_owner_with_the_most_seats_gives_way_first() -> None:
+    seats = (running(0.0, owner="ann"), running(2.0, owner="bob"), running(1.0, owner="bob"))
+    assert gives_way(*seats) == 2
+
+
+def test_a_sequence_gives_way_so_often_and_no_more() -> None:
+    often = running()
+    often.num_suspensions = RULES.max_times
+    assert gives_way(often) is None
+
+
+def test_only_those_whose_state_can_be_kept_give_way() -> None:
+    left = running()
+    left.cancelled = True
+    assert gives_way(left) is None
+    assert gives_way(make_sequence()) is None
+    table = SlotTable(1)
+    table.seat(running())
+    assert pick_preempted(make_sequence(), table, 10.0, RULES) is None, "not started yet"
