@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.acceptance import accept
 from engine.config import EngineConfig, model_path
 from engine.errors import ConfigMismatch, PlanError
+from engine.grammar import Constraint, GrammarCompiler, GrammarError
 from engine.interface import (
     MAX_SPEC,
     PAGE_TOKENS,
@@ -39,7 +40,7 @@ from engine.loader import LoadedModel, ModelLoader
 from engine.memory_plan import MemoryPlan, make_plan
 from engine.model_spec import ModelSpec
 from engine.parked import CheckpointMark, ParkedStates
-from engine.sampling import Picker, PickRow, TokenHistory, row_logprobs
+from engine.sampling import Picker, PickRow, TokenHistory, limited, row_logprobs
 from engine.state import FP32_STATE, Rows, SlotState, key_capacity, state_shapes
 from engine.weights import Checkpoint
 
@@ -61,6 +62,9 @@ class SlotSequence:
     uses_drafts: bool
     history: TokenHistory | None
     stop_ids: frozenset[int]
+    constraint: Constraint | None = None
+    failure: str | None = None
+    """Why it can have no output."""
     ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_output: int = 0
@@ -95,6 +99,7 @@ class TorchEngine:
         model: LoadedModel,
         state: SlotState,
         picker: Picker,
+        grammars: GrammarCompiler,
         info: EngineInfo,
     ) -> None:
         self._spec = spec
@@ -102,6 +107,7 @@ class TorchEngine:
         self._draft_layer = model.draft
         self._state = state
         self._picker = picker
+        self._grammars = grammars
         self._parked = ParkedStates(state)
         self._info = replace(
             info,
@@ -277,11 +283,24 @@ class TorchEngine:
             history=history,
             stop_ids=frozenset(params.stop_token_ids),
         )
+        self._constrain(sequence)
         self._slots[start.slot] = sequence
         if start.resume is None:
             self._state.begin(start.slot)
         else:
             self._resume(start.slot, sequence, start.resume)
+
+    def _constrain(self, sequence: SlotSequence) -> None:
+        params = sequence.params
+        if not Constraint.needed(params):
+            return
+        try:
+            matcher = None if params.grammar is None else self._grammars.compile(params.grammar)
+        except GrammarError as error:
+            # The gateway has compiled it before, so this is rare; the other slots go on.
+            sequence.failure = f"the grammar cannot be used: {error}"
+            return
+        sequence.constraint = Constraint(params, matcher, self._spec.vocab_size)
 
     def _resume(self, slot: int, sequence: SlotSequence, resume: Resume) -> None:
         for index, page_id in enumerate(resume.page_ids):
@@ -293,6 +312,8 @@ class TorchEngine:
         cells = mark.num_draft_cells
         sequence.num_draft_cells = mark.num_computed if cells is None else cells
         sequence.num_output = resume.num_output
+        if sequence.constraint is not None and resume.num_output:
+            sequence.constraint.commit(sequence.ids[-resume.num_output :])
         if sequence.history is not None:
             first_output = len(sequence.ids) - resume.num_output
             sequence.history.add_prompt(sequence.ids[:first_output])
@@ -334,6 +355,9 @@ class TorchEngine:
             failures.append(_not_finite(chunk.slot))
             return
         row = self._pick_row(sequence)
+        if (message := _failure(sequence, [row])) is not None:
+            failures.append(SlotFailure(slot=chunk.slot, message=message))
+            return
         picked = self._picker.pick(logits, [row])
         self._add_output(sequence, picked)
         tokens.append(
@@ -445,6 +469,8 @@ class TorchEngine:
             for step in steps
         ]
         picked = self._picker.pick(logits, rows)
+        # Among the ids that may come: a draft that is dictated is certain.
+        logits = limited(logits, rows)
         at = torch.tensor(picked, device=self._device).unsqueeze(-1)
         chosen = logits.gather(1, at).squeeze(1)
         probabilities = (chosen - logits.logsumexp(-1)).exp().tolist()
@@ -452,6 +478,8 @@ class TorchEngine:
         for i, step in enumerate(steps):
             # Not `<`: a probability that is not a number ends the chain.
             if not probabilities[i] >= step.spec_min_p:
+                continue
+            if _failure(self._sequence(step.slot), [rows[i]]) is not None:
                 continue
             chain = chains[step.slot]
             chain.append(Draft(token_id=picked[i], probability=probabilities[i]))
@@ -489,6 +517,9 @@ class TorchEngine:
                 continue
             accepted = accept(picks[first:end], drafts[slot], sequence.stop_ids)
             kept = list(accepted.token_ids)
+            if (message := _failure(sequence, rows[first : first + len(kept)])) is not None:
+                failures.append(SlotFailure(slot=slot, message=message))
+                continue
             self._commit(slot, len(kept), verified)
             self._add_output(sequence, kept)
             tokens.append(
@@ -531,15 +562,19 @@ class TorchEngine:
         sequence.num_output += len(ids)
         if sequence.history is not None:
             sequence.history.add_output(ids)
+        if sequence.constraint is not None:
+            sequence.constraint.commit(ids)
 
     def _pick_row(self, sequence: SlotSequence, drafts: Sequence[int] = ()) -> PickRow:
         """The pick that follows the sequence's ids and these drafts."""
+        constraint = sequence.constraint
         return PickRow(
             params=sequence.params,
             position=len(sequence.ids) + len(drafts),
             num_output=sequence.num_output + len(drafts),
             history=sequence.history,
             drafts=tuple(drafts),
+            limit=None if constraint is None else constraint.limit_after(drafts),
         )
 
     # Single steps, for comparing with a reference
@@ -583,6 +618,15 @@ class TorchEngine:
 
 def _not_finite(slot: int) -> SlotFailure:
     return SlotFailure(slot=slot, message="the model gave logits that are not finite numbers")
+
+
+def _failure(sequence: SlotSequence, rows: Sequence[PickRow]) -> str | None:
+    """Why picks of these rows cannot be used."""
+    if sequence.failure is not None:
+        return sequence.failure
+    errors = (row.limit.error for row in rows if row.limit is not None)
+    found = next((error for error in errors if error is not None), None)
+    return None if found is None else f"the grammar leads nowhere: {found}"
 
 
 def _logprobs(
@@ -646,7 +690,14 @@ def load_engine(
         memory_plan=_plan_items(plan, model.part_bytes, state, state_bytes),
     )
     num_token_ids = min(spec.vocab_size, num_known_tokens(directory) or spec.vocab_size)
-    return TorchEngine(spec=spec, model=model, state=state, picker=Picker(num_token_ids), info=info)
+    return TorchEngine(
+        spec=spec,
+        model=model,
+        state=state,
+        picker=Picker(num_token_ids),
+        grammars=GrammarCompiler(directory, spec.vocab_size),
+        info=info,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

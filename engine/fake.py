@@ -1,7 +1,8 @@
 """The scripted engine: the Engine protocol without a model, for tests and for load tests of the gateway.
 
 Its tokens are a function of (prompt ids, seed, position) alone, so whatever the schedule was, a sequence's output
-must equal `expected_output`. It refuses every plan that contradicts the slots' state, and fails where told to.
+must equal `expected_output`; grammars and thinking budgets have no say in it. It refuses every plan that contradicts
+the slots' state, and fails where told to.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ A *slot* is a seat in the batch; a *window* is one draft, verify, accept round o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
 MAX_SPEC = 4
@@ -19,6 +20,43 @@ MAX_TOP_LOGPROBS = 20
 """Most alternatives a row may report."""
 
 
+class GrammarKind(StrEnum):
+    """What a grammar's text is."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    """The whole text matches."""
+    GRAMMAR = "grammar"
+    """GBNF (llama.cpp's) or Lark, told apart by its look."""
+    LARK = "lark"
+    """llguidance's Lark."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grammar:
+    """What the answer must match, from the end of the thought to the end of the sequence."""
+
+    kind: GrammarKind
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thought:
+    """How to tell a thought from the answer behind it, and how long it may be."""
+
+    is_open: bool
+    """The prompt has opened it."""
+    open_id: int | None
+    """As the first output id it opens a thought; None: none can open any more."""
+    close_id: int
+    closing_ids: tuple[int, ...]
+    """What is dictated once the budget is spent; close_id and what the format has around it."""
+    budget: int | None = None
+    """Ids of a thought, its marks not counted."""
+    leaving_ids: tuple[int, ...] = ()
+    """Ids that end the thought as well; with a grammar they cannot come in it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How one sequence's tokens are picked. Constant for the life of the sequence.
@@ -26,7 +64,7 @@ class SamplingParams:
     A pick at absolute position p is the argmax over processed logits + Gumbel noise keyed by (seed, p, token id);
     temperature 0 is the case without noise (product.md D2). Logits are processed in this order: logit_bias,
     repetition penalty (prompt and output), presence and frequency penalties (output only), ban of stop ids while
-    fewer than min_tokens are out, temperature, top_k, top_p, min_p.
+    fewer than min_tokens are out, grammar and thinking budget, temperature, top_k, top_p, min_p.
     """
 
     temperature: float = 1.0
@@ -51,6 +89,9 @@ class SamplingParams:
     """Stop ids cannot be picked before this many output tokens."""
     top_logprobs: int | None = None
     """None: no logprobs; n: the picked id's logprob and the n best alternatives, 0 <= n <= MAX_TOP_LOGPROBS."""
+    grammar: Grammar | None = None
+    """Rows behind the thought pick only what the grammar allows; at its end only stop ids, min_tokens or not."""
+    thought: Thought | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from engine.interface import SamplingParams, TokenLogprobs
+
+if TYPE_CHECKING:
+    from engine.grammar import RowLimit
 
 _MASK64 = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
@@ -73,6 +77,8 @@ class PickRow:
     """Committed ids, when a penalty is on."""
     drafts: tuple[int, ...] = ()
     """Ids of this window between the committed ones and the token being picked."""
+    limit: RowLimit | None = None
+    """Ids that a grammar or a thinking budget leaves."""
 
 
 @dataclass(slots=True)
@@ -123,19 +129,47 @@ def _group(params: SamplingParams) -> tuple[int, bool]:
 
 def _is_adjusted(row: PickRow) -> bool:
     return bool(
-        row.params.logit_bias or row.history is not None or row.num_output < row.params.min_tokens
+        row.params.logit_bias
+        or row.history is not None
+        or row.num_output < row.params.min_tokens
+        or row.limit is not None
     )
 
 
 def _adjust(logits: Tensor, row: PickRow) -> None:
-    """Bias, penalties and the ban of stop ids, in place on one row [vocab]."""
+    """Bias, penalties, the ban of stop ids and the row's limit, in place on one row [vocab]."""
     params = row.params
     for token_id, bias in params.logit_bias:
         logits[token_id] += bias
     if row.history is not None:
         _penalize(logits, row.history, params, row.drafts)
-    if row.num_output < params.min_tokens and params.stop_token_ids:
+    limit = row.limit
+    may_stop = row.num_output >= params.min_tokens or (limit and limit.overrules_min_tokens)
+    if not may_stop and params.stop_token_ids:
         logits[list(params.stop_token_ids)] = _NEG_INF
+    if limit is not None:
+        _forbid(logits, limit)
+
+
+def limited(logits: Tensor, rows: Sequence[PickRow]) -> Tensor:
+    """Logits [R, vocab] in which what the rows' limits forbid is -inf; the same tensor when no row has any."""
+    changed = [i for i, row in enumerate(rows) if row.limit is not None]
+    if changed:
+        logits = logits.clone()
+    for i in changed:
+        limit = rows[i].limit
+        assert limit is not None
+        _forbid(logits[i], limit)
+    return logits
+
+
+def _forbid(logits: Tensor, limit: RowLimit) -> None:
+    """In place on one row [vocab]."""
+    if limit.allowed is not None:
+        forbidden = torch.from_numpy(~limit.allowed).to(logits.device)
+        logits.masked_fill_(forbidden, _NEG_INF)
+    if limit.banned:
+        logits[list(limit.banned)] = _NEG_INF
 
 
 def _penalize(

@@ -44,6 +44,7 @@ class ModelFiles:
     encoder: PromptEncoder
     template: ChatTemplate
     defaults: SamplingDefaults
+    directory: Path
 
     @property
     def turn_token_id(self) -> int | None:
@@ -77,6 +78,7 @@ def load_model_files(directory: Path) -> ModelFiles:
         encoder=encoder,
         template=load_template(directory, encoder),
         defaults=load_defaults(directory),
+        directory=directory,
     )
 
 

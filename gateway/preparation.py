@@ -11,12 +11,14 @@ import anyio
 import anyio.to_thread
 
 from gateway.errors import InvalidRequest
+from gateway.structured import Structurer
 from gateway.template import RenderedPrompt
 from scheduler.errors import RequestTooLong
 from scheduler.messages import GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:
     from gateway.model_files import ModelFiles
+    from gateway.structured import Limits
     from gateway.wire import ChatRequest, CompletionRequest, GenerationOptions
     from scheduler.messages import EngineInfo
 
@@ -48,6 +50,7 @@ class Preparer:
     def __init__(self, files: ModelFiles, info: EngineInfo) -> None:
         self._files = files
         self._info = info
+        self._structurer = Structurer(files, info.vocab_size)
         self._limiter = anyio.CapacityLimiter(_MAX_THREADS)
 
     async def chat(
@@ -58,7 +61,11 @@ class Preparer:
         Cancellation waits for a tokenization that has begun.
         """
         prompt = await self.rendered(request)
-        return self._choices(request.options, [(prompt, "")], request_id, owner, "messages")
+        limits = await self._structurer.chat_limits(request, prompt)
+        sampling = self._sampling(request.options, limits)
+        return self._choices(
+            request.options, sampling, [(prompt, "")], request_id, owner, "messages"
+        )
 
     async def rendered(self, request: ChatRequest) -> RenderedPrompt:
         """The prompt alone, however long. Raises InvalidRequest. Cancelled like `chat`."""
@@ -92,7 +99,10 @@ class Preparer:
             prompts = self._encode(request)
         else:
             prompts = await anyio.to_thread.run_sync(self._encode, request, limiter=self._limiter)
-        return self._choices(request.options, prompts, request_id, owner, "prompt")
+        sampling = self._sampling(
+            request.options, await self._structurer.text_limits(request.options)
+        )
+        return self._choices(request.options, sampling, prompts, request_id, owner, "prompt")
 
     def _render(self, request: ChatRequest) -> RenderedPrompt:
         return self._files.template.render(
@@ -121,13 +131,13 @@ class Preparer:
     def _choices(
         self,
         options: GenerationOptions,
+        sampling: SamplingParams,
         prompts: list[tuple[RenderedPrompt, str]],
         request_id: str,
         owner: str,
         param: str,
     ) -> tuple[PreparedChoice, ...]:
         seed = secrets.randbits(64) if options.seed is None else options.seed % 2**64
-        sampling = self._sampling(options)
         result: list[PreparedChoice] = []
         for prompt, echo in prompts:
             max_tokens = self._max_tokens(options, prompt, param)
@@ -176,7 +186,7 @@ class Preparer:
             )
         return wanted
 
-    def _sampling(self, options: GenerationOptions) -> SamplingParams:
+    def _sampling(self, options: GenerationOptions, limits: Limits) -> SamplingParams:
         defaults = self._files.defaults
         temperature = _first(options.temperature, defaults.temperature)
         self._check_ids("stop_token_ids", options.stop_token_ids)
@@ -194,6 +204,8 @@ class Preparer:
             stop_token_ids=tuple(dict.fromkeys((*eos_ids, *options.stop_token_ids))),
             min_tokens=options.min_tokens,
             top_logprobs=options.top_logprobs,
+            grammar=limits.grammar,
+            thought=limits.thought,
         )
 
     def _check_ids(self, param: str, ids: tuple[int, ...]) -> None:

@@ -31,6 +31,17 @@ class Tool:
     declaration: JsonObject
     """As the client sent it; the template shows it to the model."""
 
+    @property
+    def is_strict(self) -> bool:
+        """Arguments must follow the schema."""
+        return cast("JsonObject", self.declaration["function"]).get("strict") is True
+
+    @property
+    def parameters(self) -> JsonObject:
+        """The schema of the arguments; empty when none is declared."""
+        found = cast("JsonObject", self.declaration["function"]).get("parameters")
+        return cast("JsonObject", found) if isinstance(found, dict) else {}
+
     def takes_text(self, parameter: str) -> bool | None:
         """Whether a parameter's schema has it a string, and nothing else; None when the schema does not say."""
         function = cast("JsonObject", self.declaration["function"])

@@ -25,6 +25,7 @@ from gateway.fields import (
     describe,
     refuse,
 )
+from gateway.structured import Structure, ToolChoice, parse_structure, parse_tool_choice
 from gateway.tools import Tool
 from scheduler.messages import MAX_SPEC, MAX_TOP_LOGPROBS
 
@@ -42,8 +43,6 @@ _MIN_SEED, _MAX_SEED = -(2**63), 2**64 - 1
 
 _OFF: dict[str, tuple[object, ...]] = {
     # Known fields that are not honoured, and the values that ask for nothing.
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True,),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "audio": (),
@@ -57,16 +56,20 @@ _OFF: dict[str, tuple[object, ...]] = {
     "guided_regex": (),
     "guided_choice": (),
     "guided_grammar": (),
-    "structured_outputs": (),
     "grammar": ("",),
     "json_schema": (),
     "use_beam_search": (False,),
     "prompt_logprobs": (),
+}
+_OFF_IN_CHAT: dict[str, tuple[object, ...]] = {"echo": (False,)}
+_OFF_IN_COMPLETION: dict[str, tuple[object, ...]] = {
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True,),
     "thinking_budget": (),
     "thinking_token_budget": (),
 }
-_OFF_IN_CHAT: dict[str, tuple[object, ...]] = {"echo": (False,)}
-_OFF_IN_COMPLETION: dict[str, tuple[object, ...]] = {"suffix": ("",), "tools": ([],)}
 _RESERVED_TEMPLATE_NAMES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
 )
@@ -96,6 +99,10 @@ class GenerationOptions:
     spec: int | None = None
     spec_min_p: float | None = None
     conversation_key: str = ""
+    structure: Structure | None = None
+    """What the answer must look like."""
+    thinking_budget: int | None = None
+    """Tokens after which a thought is closed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +125,7 @@ class ChatRequest:
     template_kwargs: JsonObject
     tools: tuple[Tool, ...]
     """Functions that the model is told of and may call; empty when tool_choice is none."""
+    tool_choice: ToolChoice
     continue_final: bool
     """Go on with the last assistant message instead of opening a new one."""
 
@@ -157,17 +165,18 @@ def read_chat(fields: Fields) -> ChatRequest:
     model = _model(fields)
     messages = parse_messages(fields)
     _refuse_unsupported(fields, _OFF | _OFF_IN_CHAT)
-    _refuse_response_format(fields)
     continue_final = fields.boolean("continue_final_message") or False
     if continue_final and (messages[-1].role is not Role.ASSISTANT or not messages[-1].content):
         refuse("continue_final_message", "needs an assistant message with text at the end")
+    tools = _tools(fields)
     return ChatRequest(
         model=model,
         messages=messages,
         options=_options(fields, _chat_max_tokens(fields), _chat_logprobs(fields)),
         delivery=_delivery(fields),
         template_kwargs=_template_kwargs(fields),
-        tools=_tools(fields),
+        tools=tools,
+        tool_choice=parse_tool_choice(fields, tools),
         continue_final=continue_final,
     )
 
@@ -178,7 +187,6 @@ def parse_completion(body: bytes) -> CompletionRequest:
     model = _model(fields)
     prompts = _prompts(fields)
     _refuse_unsupported(fields, _OFF | _OFF_IN_COMPLETION)
-    _refuse_response_format(fields)
     max_tokens = fields.integer("max_tokens", 1, MAX_TOKENS)
     echo = fields.boolean("echo") or False
     logprobs = fields.integer("logprobs", 0, MAX_TOP_LOGPROBS)
@@ -207,17 +215,6 @@ def _refuse_unsupported(fields: Fields, known: dict[str, tuple[object, ...]]) ->
         # `in` would take True for 1.
         if value is not None and not any(type(value) is type(x) and value == x for x in off):
             refuse(name, f"is not supported by this server; found {describe(value)}")
-
-
-def _refuse_response_format(fields: Fields) -> None:
-    response_format = fields.object("response_format")
-    if response_format is None:
-        return
-    kind = response_format.string("type")
-    if kind is None:
-        refuse("response_format.type", "is required")
-    if kind != "text":
-        refuse("response_format", f"of type {kind!r:.60} is not supported; only 'text' is")
 
 
 def _chat_max_tokens(fields: Fields) -> int | None:
@@ -260,7 +257,19 @@ def _options(fields: Fields, max_tokens: int | None, top_logprobs: int | None) -
         spec=fields.integer("spec", 0, MAX_SPEC),
         spec_min_p=fields.number("spec_min_p", 0, 1),
         conversation_key=_conversation_key(fields),
+        structure=parse_structure(fields),
+        thinking_budget=_thinking_budget(fields),
     )
+
+
+def _thinking_budget(fields: Fields) -> int | None:
+    """vLLM's name, and Qwen's."""
+    first, second = (
+        fields.integer(name, 0, MAX_TOKENS) for name in ("thinking_token_budget", "thinking_budget")
+    )
+    if first is not None and second is not None and first != second:
+        refuse("thinking_budget", f"is {second} but thinking_token_budget is {first}")
+    return second if first is None else first
 
 
 def _conversation_key(fields: Fields) -> str:
@@ -392,6 +401,7 @@ def _tool(item: Fields) -> Tool:
         )
     function.string("description")
     function.object("parameters")
+    function.boolean("strict")
     check_depth(item.param("function"), function.values)
     return Tool(name=name, declaration=item.values)
 

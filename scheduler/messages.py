@@ -9,8 +9,11 @@ from engine.interface import (
     MAX_SPEC,
     MAX_TOP_LOGPROBS,
     EngineInfo,
+    Grammar,
+    GrammarKind,
     PlanItem,
     SamplingParams,
+    Thought,
     TokenLogprobs,
 )
 
@@ -22,8 +25,11 @@ __all__ = [
     "FinishReason",
     "Finished",
     "GenerateRequest",
+    "Grammar",
+    "GrammarKind",
     "PlanItem",
     "SamplingParams",
+    "Thought",
     "TokenEvent",
     "TokenLogprobs",
     "Tokens",

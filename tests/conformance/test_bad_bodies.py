@@ -41,6 +41,19 @@ def tool(**function: object) -> dict[str, object]:
     return {"type": "function", "function": {"name": "f", **function}}
 
 
+def arguments(**properties: object) -> dict[str, object]:
+    return {"type": "object", "properties": properties}
+
+
+def json_format(schema: object, **others: object) -> dict[str, object]:
+    json_schema = {"name": "answer", "schema": schema, **others}
+    return chat(response_format={"type": "json_schema", "json_schema": json_schema})
+
+
+def structured(tools: object = None, **outputs: object) -> dict[str, object]:
+    return chat(structured_outputs=outputs, tools=tools)
+
+
 TOOL = tool()
 deep: object = 1
 for _ in range(100):
@@ -207,12 +220,71 @@ CHAT: list[tuple[object, str | None]] = [
     (chat(tools=[tool(parameters={"a": deep})]), "tools[0].function"),
     (chat(tools=[TOOL, TOOL]), "tools[1].function.name"),
     (chat(tools=[tool(name=f"f{index}") for index in range(129)]), "tools"),
-    (chat(tools=[TOOL], tool_choice="required"), "tool_choice"),
-    (chat(tools=[TOOL], tool_choice={"type": "function"}), "tool_choice"),
-    (chat(tools=[TOOL], parallel_tool_calls=False), "parallel_tool_calls"),
+    (chat(tool_choice="required"), "tool_choice"),
+    (chat(tools=[TOOL], tool_choice="any"), "tool_choice"),
+    (chat(tools=[TOOL], tool_choice=3), "tool_choice"),
+    (chat(tools=[TOOL], tool_choice={"type": "custom"}), "tool_choice.type"),
+    (chat(tools=[TOOL], tool_choice={"type": "function"}), "tool_choice.function.name"),
+    (
+        chat(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "g"}}),
+        "tool_choice.function.name",
+    ),
+    (chat(tools=[TOOL], parallel_tool_calls=1), "parallel_tool_calls"),
+    (chat(tools=[tool(strict="yes")]), "tools[0].function.strict"),
+    (
+        chat(tools=[tool(strict=True, parameters={"type": "array"})]),
+        "tools[0].function.parameters.type",
+    ),
+    (
+        chat(tools=[tool(strict=True, parameters={"type": "object", "oneOf": []})]),
+        "tools[0].function.parameters",
+    ),
+    (
+        chat(tools=[tool(strict=True, parameters=arguments(a={"type": "string", "pattern": "x"}))]),
+        "tools[0].function.parameters.properties.a",
+    ),
+    (
+        chat(tools=[tool(strict=True, parameters=arguments(a={"type": "integer", "not": {}}))]),
+        "tools[0].function.parameters.properties.a",
+    ),
+    (
+        chat(tools=[tool(parameters=arguments(**{"a>b": {}}))], tool_choice="required"),
+        "tools[0].function.parameters.properties",
+    ),
     (chat(functions=[{"name": "f"}]), "functions"),
-    (chat(response_format={"type": "json_object"}), "response_format"),
-    (chat(response_format={"type": "json_schema", "json_schema": {}}), "response_format"),
+    (chat(response_format={"type": "xml"}), "response_format.type"),
+    (chat(response_format={"type": "json_schema"}), "response_format.json_schema"),
+    (json_format(None, name=""), "response_format.json_schema.name"),
+    (json_format(None), "response_format.json_schema.schema"),
+    (json_format([]), "response_format.json_schema.schema"),
+    (json_format({}, strict=1), "response_format.json_schema.strict"),
+    (json_format({"type": "strange"}), "response_format.json_schema.schema"),
+    (json_format({"not": {"type": "null"}}), "response_format.json_schema.schema"),
+    (json_format({"$ref": "#"}), "response_format.json_schema.schema"),
+    (json_format({"$ref": "https://example.org"}), "response_format.json_schema.schema"),
+    (json_format({"enum": ["x" * 70_000]}), "response_format.json_schema.schema"),
+    (json_format({"a": deep}), "response_format.json_schema.schema"),
+    (chat(response_format={"type": "json_object"}, ignore_eos=True), "ignore_eos"),
+    (structured(), "structured_outputs"),
+    (structured(regex="a", choice=["b"]), "structured_outputs"),
+    (structured(regex=3), "structured_outputs.regex"),
+    (structured(regex=""), "structured_outputs.regex"),
+    (structured(regex="(a"), "structured_outputs.regex"),
+    (structured(regex="a" * 70_000), "structured_outputs.regex"),
+    (structured(choice=[]), "structured_outputs.choice"),
+    (structured(choice=["a", 3]), "structured_outputs.choice[1]"),
+    (structured(grammar="root ::= other"), "structured_outputs.grammar"),
+    (structured(json="{"), "structured_outputs.json"),
+    (structured(json={"type": 3}), "structured_outputs.json"),
+    (structured(regex="a", whitespace_pattern=" "), "structured_outputs.whitespace_pattern"),
+    (
+        chat(response_format={"type": "json_object"}, structured_outputs={"regex": "a"}),
+        "structured_outputs",
+    ),
+    (structured(grammar='root ::= "a"', tools=[TOOL]), "structured_outputs.grammar"),
+    (chat(thinking_token_budget=-1), "thinking_token_budget"),
+    (chat(thinking_token_budget=1.5), "thinking_token_budget"),
+    (chat(thinking_token_budget=1, thinking_budget=2), "thinking_budget"),
     (chat(response_format={}), "response_format.type"),
     (chat(response_format="json"), "response_format"),
     (chat(modalities=["text", "audio"]), "modalities"),
@@ -228,6 +300,9 @@ CHAT: list[tuple[object, str | None]] = [
 
 COMPLETIONS: list[tuple[object, str | None]] = [
     ({"model": MODEL}, "prompt"),
+    (completion(thinking_token_budget=3), "thinking_token_budget"),
+    (completion(tool_choice="required"), "tool_choice"),
+    (completion(structured_outputs={"regex": "("}), "structured_outputs.regex"),
     (completion(None), "prompt"),
     (completion(""), "prompt"),
     (completion([]), "prompt"),

@@ -83,14 +83,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(tmp_path_factory.mktemp("tiny"))
 
 
-def engine_config(checkpoint: Path, max_draft: int = MAX_SPEC) -> EngineConfig:
+def engine_config(
+    checkpoint: Path, max_draft: int = MAX_SPEC, max_context: int = 256
+) -> EngineConfig:
     return EngineConfig(
         model=str(checkpoint),
         device="cpu",
         dtype="float32",
         threads=1,
         num_slots=4,
-        max_context=256,
+        max_context=max_context,
         chunk_tokens=32,
         max_draft=max_draft,
     )
