@@ -12,6 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from gateway.errors import ErrorReply
 from gateway.hosts import HostCheck, checks_hosts
 from gateway.middleware import ApiKeys, BodyLimit, Envelope
+from gateway.openapi import openapi_route
 from gateway.other_apis import OtherApis
 from gateway.page.files import page_routes
 from gateway.responses import error_response
@@ -51,6 +52,7 @@ def build_app(service: Service) -> Starlette:
             status_route(service),
             *Endpoints(service).routes(),
             *OtherApis(service).routes(),
+            openapi_route(service.version),
         ],
         middleware=middleware,
         exception_handlers={HTTPException: _http_error},

@@ -85,7 +85,7 @@ class Choice:
         self.index = prepared.index
         self.finish_reason: FinishReason | None = None
         self.engine_usage: SequenceUsage | None = None
-        """None until it ended by itself."""
+        """None until it ended; with a stop string it may count a window more than the text has."""
         self.reasoning_tokens = 0
         self._stop_ids = frozenset(prepared.request.sampling.stop_token_ids)
         self._detokenizer = Detokenizer(files.tokenizer, stop)
@@ -256,7 +256,9 @@ class Generation:
             case Tokens():
                 delta = choice.accept(event)
                 if delta.finish_reason is not None:
-                    self._handles[choice.index].cancel()
+                    handle = self._handles[choice.index]
+                    handle.cancel()
+                    choice.engine_usage = handle.usage
                 return delta
             case Finished():
                 return choice.finish(event)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
-from scheduler.messages import Failed, Finished, GenerateRequest, TokenEvent
+from scheduler.messages import Failed, Finished, GenerateRequest, TokenEvent, Usage
 
 
 class RequestHandle(AsyncIterator[TokenEvent]):
@@ -25,6 +25,8 @@ class RequestHandle(AsyncIterator[TokenEvent]):
         self.first_token_s: float | None = None
         self.ended_s: float | None = None
         """When its Finished or Failed was published, or it was cancelled."""
+        self.usage: Usage | None = None
+        """What it had cost when it was cancelled; one that ends by itself says so in its Finished."""
         self._events: asyncio.Queue[TokenEvent | None] = asyncio.Queue()
         self._on_cancel = on_cancel
         self._cancelled = False

@@ -234,6 +234,7 @@ class Roster:
             self._parking.forget(sequence)
         handle = self._handles.pop(sequence.arrival)
         handle.ended_s = self._clock()
+        handle.usage = sequence.usage()
         self._counters.outcomes[Outcome.CANCELLED] += 1
 
     def _publish(self, sequence: SequenceState, event: TokenEvent) -> None:

@@ -165,6 +165,15 @@ async def test_why_it_stopped() -> None:
         }
 
 
+async def test_a_stop_string_leaves_the_counts_of_cache_and_drafts() -> None:
+    async with live_server(says("one two three four five six")) as live:
+        fields = chat_body("Hello " * 100, stop=" five")
+        await live.client.post("/v1/chat/completions", json=fields)
+        usage = (await live.client.post("/v1/chat/completions", json=fields)).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] > 0
+    assert usage["completion_tokens_details"]["accepted_prediction_tokens"] > 0
+
+
 async def test_a_conversation_is_the_prompt_that_chat_makes_of_it() -> None:
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "Weather?"}]},
