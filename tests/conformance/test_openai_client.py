@@ -91,9 +91,11 @@ async def test_errors_are_the_clients_own_classes() -> None:
             assert too_long.value.code == "context_length_exceeded"
             with pytest.raises(openai.BadRequestError) as refused:
                 await client.chat.completions.create(
-                    model=MODEL, messages=MESSAGES, response_format={"type": "json_object"}
+                    model=MODEL,
+                    messages=MESSAGES,
+                    extra_body={"structured_outputs": {"regex": "("}},
                 )
-            assert refused.value.param == "response_format"
+            assert refused.value.param == "structured_outputs.regex"
 
 
 async def test_tool_calls_are_assembled_by_the_client() -> None:
