@@ -11,9 +11,12 @@ from engine.fake import FakeEngine, FakeScript, Fault, FaultKind, expected_outpu
 from engine.interface import (
     DecodeStep,
     PrefillChunk,
+    Resume,
     SamplingParams,
+    SavePage,
     SlotStart,
     SlotTokens,
+    Suspend,
     WindowPlan,
 )
 
@@ -185,3 +188,72 @@ def test_a_load_can_fail_and_a_closed_engine_refuses() -> None:
     engine.close()
     with pytest.raises(PlanError, match="closed"):
         engine.run_window(WindowPlan(decodes=(step(),)))
+
+
+def parked_prompt() -> FakeEngine:
+    """Slot 0 has read (1, 2, 3) and gives tokens; checkpoint 5 after (1, 2), checkpoint 6 and page 7 of all."""
+    engine = FakeEngine(SCRIPT)
+    kept = replace(chunk(1, 2, last=False), checkpoint_id=5)
+    engine.run_window(WindowPlan(starts=(start(),), chunks=(kept,)))
+    engine.run_window(WindowPlan(chunks=(chunk(3, at=2),)))
+    suspend = Suspend(slot=0, checkpoint_id=6)
+    engine.run_window(
+        WindowPlan(suspends=(suspend,), saves=(SavePage(slot=0, page_id=7, index=0),))
+    )
+    return engine
+
+
+def resumed(checkpoint_id: int, *token_ids: int, page: int = 7, num_output: int = 0) -> SlotStart:
+    resume = Resume(
+        checkpoint_id=checkpoint_id, page_ids=(page,), token_ids=token_ids, num_output=num_output
+    )
+    return replace(start(1), resume=resume)
+
+
+FIRST, SECOND = expected_output(SCRIPT, (1, 2, 3), GREEDY, 2)
+RESUMED_CHUNK = (chunk(3, slot=1, at=2),)
+
+BAD_PARKING = {
+    "a page that is not there is dropped": WindowPlan(drop_page_ids=(8,)),
+    "a page is dropped twice": WindowPlan(drop_page_ids=(7, 7)),
+    "a checkpoint that is not there is dropped": WindowPlan(drop_checkpoint_ids=(7,)),
+    "a page id is used again": WindowPlan(saves=(SavePage(slot=0, page_id=7, index=0),)),
+    "a page behind the last token": WindowPlan(saves=(SavePage(slot=0, page_id=8, index=1),)),
+    "a page of no slot": WindowPlan(saves=(SavePage(slot=9, page_id=8, index=0),)),
+    "a checkpoint id is used again": WindowPlan(suspends=(Suspend(slot=0, checkpoint_id=6),)),
+    "an empty slot is suspended": WindowPlan(suspends=(Suspend(slot=1, checkpoint_id=9),)),
+    "a checkpoint that is not there": WindowPlan(starts=(resumed(9, 1, 2),), chunks=RESUMED_CHUNK),
+    "a checkpoint that is dropped": WindowPlan(
+        drop_checkpoint_ids=(5,), starts=(resumed(5, 1, 2),), chunks=RESUMED_CHUNK
+    ),
+    "a page that is dropped": WindowPlan(
+        drop_page_ids=(7,), starts=(resumed(5, 1, 2),), chunks=RESUMED_CHUNK
+    ),
+    "a page that is only being saved": WindowPlan(
+        saves=(SavePage(slot=0, page_id=8, index=0),),
+        starts=(resumed(5, 1, 2, page=8),),
+        chunks=RESUMED_CHUNK,
+    ),
+    "other tokens": WindowPlan(starts=(resumed(5, 1, 9),), chunks=RESUMED_CHUNK),
+    "output forgotten": WindowPlan(starts=(resumed(6, 1, 2, 3, num_output=0),), decodes=(step(1),)),
+    "no work": WindowPlan(starts=(resumed(5, 1, 2),)),
+}
+
+
+@pytest.mark.parametrize("plan", BAD_PARKING.values(), ids=BAD_PARKING.keys())
+def test_contradictory_parking_is_refused(plan: WindowPlan) -> None:
+    engine = parked_prompt()
+    with pytest.raises(PlanError):
+        engine.run_window(plan)
+    assert engine.parked_ids() == ({7}, {5, 6})
+
+
+def test_a_resumed_prompt_goes_on_and_so_does_a_suspended_sequence() -> None:
+    engine = parked_prompt()
+    tokens = engine.run_window(WindowPlan(starts=(resumed(5, 1, 2),), chunks=RESUMED_CHUNK)).tokens
+    assert tokens[0].token_ids == (FIRST,)
+    again = resumed(6, 1, 2, 3, FIRST, num_output=1)
+    tokens = engine.run_window(WindowPlan(starts=(again,), decodes=(step(1),))).tokens
+    assert tokens[0].token_ids == (SECOND,)
+    engine.run_window(WindowPlan(drop_page_ids=(7,), drop_checkpoint_ids=(5, 6)))
+    assert engine.parked_ids() == (frozenset(), frozenset())
