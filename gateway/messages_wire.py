@@ -237,9 +237,10 @@ def _thinking(fields: Fields) -> JsonObject:
     kind = thinking.one_of("type", ("enabled", "disabled", "adaptive"))
     if kind is None:
         refuse(thinking.param("type"), "is required")
-    # A budget is a hint there as well: the model may think less, and the answer is bounded by max_tokens.
-    thinking.integer("budget_tokens", 1, MAX_TOKENS)
-    return {"enable_thinking": kind != "disabled"}
+    budget = thinking.integer("budget_tokens", 1, MAX_TOKENS)
+    if kind == "disabled":
+        return {"enable_thinking": False}
+    return {"enable_thinking": True, "thinking_budget": budget}
 
 
 def _output_format(fields: Fields) -> JsonObject:

@@ -6,11 +6,13 @@ import asyncio
 import json
 import logging
 import socket
+from pathlib import Path
 
 import pytest
 
 from engine.fake import FakeScript
-from gateway.config import ApiKey, GatewayConfig
+from gateway.config import ApiKey, GatewayConfig, read_api_keys
+from gateway.errors import ConfigError
 from gateway.http_protocol import MAX_HEADER_BYTES
 from gateway.json_log import JsonFormatter
 from gateway.limits import KeyLimits
@@ -36,6 +38,27 @@ async def refused(live: Live) -> dict[str, str]:
     )
     assert other.status_code == 200
     return {"message": error["message"], "after": response.headers["retry-after"]}
+
+
+def test_the_key_file_says_what_each_key_may_use(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# keys\nann: one\nbob:two  rpm=60 concurrent=4\n\nthree tpm=1000\n")
+    ann, bob, third = read_api_keys(path)
+    assert (ann.name, ann.secret, ann.limits) == ("ann", "one", KeyLimits())
+    assert bob.limits == KeyLimits(requests_per_min=60, max_concurrent=4)
+    assert (third.name, third.secret) == ("key5", "three")
+    assert third.limits == KeyLimits(tokens_per_min=1000)
+
+
+@pytest.mark.parametrize(
+    "line", ["a:b c", "a:b rpm", "a:b rpm=", "a:b rpm=0", "a:b tpm=1e3", "a:b rpm=1 rpm=2", "a:"]
+)
+def test_a_line_that_cannot_be_read_stops_the_start(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"ann:secret\n{line}\n")
+    with pytest.raises(ConfigError, match=r"keys, line 2: ") as error:
+        read_api_keys(path)
+    assert "secret" not in str(error.value)
 
 
 async def test_requests_a_minute() -> None:

@@ -226,6 +226,9 @@ async def test_thinking_is_off_unless_asked_for() -> None:
     async with live_server(says("Hm.\n</think>\n\nYes.")) as live:
         on = await live.client.post(PATH, json=body(thinking={"type": "adaptive"}))
         assert [block["type"] for block in on.json()["content"]] == ["thinking", "text"]
+        budget = body(thinking={"type": "enabled", "budget_tokens": 1})
+        cut = (await live.client.post(PATH, json=budget)).json()
+        assert cut["content"][0]["type"] == "thinking"
         off = (await live.client.post(PATH, json=body())).json()
         assert off["content"][0]["text"].startswith("Hm.")
 
