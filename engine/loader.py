@@ -16,7 +16,7 @@ from engine.layers.ple import PleLayer
 from engine.layers.qsa import QsaLayer
 from engine.layers.residual import GatedResidual
 from engine.layers.rotary import RotaryTable
-from engine.linear import KernelReport, RowLinear
+from engine.linear import ItemProducts, KernelReport, RowLinear
 from engine.model import DecoderLayer, Trunk
 from engine.mtp import DraftLayer
 from engine.state import key_capacity
@@ -58,6 +58,7 @@ class ModelLoader:
         self._device = device
         self._exact = exact
         self._report = KernelReport()
+        self._products = ItemProducts(exact=exact)
         self._part_bytes: dict[str, int] = {}
         self._capacity = key_capacity(max_context)
         self._rotary = RotaryTable(
@@ -177,6 +178,7 @@ class ModelLoader:
             out_proj=self._linear(
                 [(f"{prefix}out_proj.weight", (spec.hidden, gdn.value_channels))]
             ),
+            products=self._products,
             spec=gdn,
             eps=spec.norm_eps,
         )
@@ -204,6 +206,7 @@ class ModelLoader:
             index_q_norm=self._norm(f"{prefix}indexer.q_layernorm.weight", qsa.index_dim),
             index_k_norm=self._norm(f"{prefix}indexer.k_layernorm.weight", qsa.index_dim),
             rotary=self._rotary,
+            products=self._products,
             spec=qsa,
             capacity=self._capacity,
         )

@@ -16,7 +16,7 @@ from engine.elementwise import sigmoid, silu, softplus
 from engine.layers.norm import l2_normalized
 
 if TYPE_CHECKING:
-    from engine.linear import RowLinear
+    from engine.linear import ItemProducts, RowLinear
     from engine.model_spec import GdnSpec
     from engine.state import GdnWindow, Rows
 
@@ -31,7 +31,17 @@ class GdnLayer:
     decay [V] = -exp(A_log) and dt_bias [V] in fp32; out_proj W [H, V*dv].
     """
 
-    __slots__ = ("_conv", "_decay", "_dt_bias", "_eps", "_in_proj", "_norm", "_out_proj", "_spec")
+    __slots__ = (
+        "_conv",
+        "_decay",
+        "_dt_bias",
+        "_eps",
+        "_in_proj",
+        "_norm",
+        "_out_proj",
+        "_products",
+        "_spec",
+    )
 
     def __init__(
         self,
@@ -42,6 +52,7 @@ class GdnLayer:
         dt_bias: Tensor,
         norm: Tensor,
         out_proj: RowLinear,
+        products: ItemProducts,
         spec: GdnSpec,
         eps: float,
     ) -> None:
@@ -51,6 +62,7 @@ class GdnLayer:
         self._dt_bias = dt_bias.to(torch.float32)
         self._norm = norm
         self._out_proj = out_proj
+        self._products = products
         self._spec = spec
         self._eps = eps
 
@@ -145,7 +157,7 @@ class GdnLayer:
             active = rows.active(j)
             part = s[:active]
             part.mul_(factor[:active, j].unsqueeze(-1))
-            read = torch.matmul(keys_queries[:active, j], part)
+            read = self._read(keys_queries[:active, j], part)
             d = (v[:active, j] - read[:, :, 0]) * beta[:active, j]
             delta[:active, j] = d
             out[:active, j] = read[:, :, 1] + overlap[:active, j] * d
@@ -155,6 +167,12 @@ class GdnLayer:
                 state.store(s)
         state.keep(k=k, delta=delta, factor=factor.squeeze(-1))
         return out
+
+    def _read(self, keys_queries: Tensor, s: Tensor) -> Tensor:
+        """k^T S and q^T S of each slot and head: [B, V, 2, dk] and [B, V, dk, dv] -> [B, V, 2, dv]."""
+        items = keys_queries.reshape(-1, 2, keys_queries.shape[-1])
+        out = self._products(items, s.flatten(0, 1), group=self._spec.num_value_heads)
+        return out.view(s.shape[0], -1, 2, s.shape[-1])
 
     def _output(self, out: Tensor, z: Tensor) -> Tensor:
         """Gated RMS over each head, then the output projection: out [R, V, dv] fp32, z [R, V*dv] -> [R, H]."""

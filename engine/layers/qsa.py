@@ -19,7 +19,7 @@ from engine.state import KEY_TILE, RING_ROWS, Rows, SlotState
 
 if TYPE_CHECKING:
     from engine.layers.norm import ZeroCentredNorm
-    from engine.linear import RowLinear
+    from engine.linear import ItemProducts, RowLinear
     from engine.model_spec import QsaSpec
 
 _QUERY_TILE_SCORES = 1 << 24
@@ -55,6 +55,7 @@ class QsaLayer:
         "_k_norm",
         "_most_dense_tiles",
         "_out_proj",
+        "_products",
         "_q_norm",
         "_rotary",
         "_spec",
@@ -72,6 +73,7 @@ class QsaLayer:
         index_q_norm: ZeroCentredNorm,
         index_k_norm: ZeroCentredNorm,
         rotary: RotaryTable,
+        products: ItemProducts,
         spec: QsaSpec,
         capacity: int,
     ) -> None:
@@ -83,6 +85,7 @@ class QsaLayer:
         self._index_q_norm = index_q_norm
         self._index_k_norm = index_k_norm
         self._rotary = rotary
+        self._products = products
         self._spec = spec
         self._most_dense_tiles = -(-min(spec.dense_tokens, capacity) // KEY_TILE)
 
@@ -199,11 +202,12 @@ class QsaLayer:
         k = state.k[self.index].view(-1, spec.head_dim).index_select(0, flat).view(shape)
         v = state.v[self.index].view(-1, spec.head_dim).index_select(0, flat).view(shape)
         q = projected.q.reshape(num_rows * num_kv, -1, spec.head_dim)
-        scores = torch.bmm(q, k.transpose(1, 2)).to(torch.float32).mul_(spec.head_dim**-0.5)
-        scores = scores.unflatten(0, (num_rows, num_kv))
+        scores = self._products(q, k.transpose(1, 2), group=num_kv).to(torch.float32)
+        scores = scores.mul_(spec.head_dim**-0.5).unflatten(0, (num_rows, num_kv))
         scores.masked_fill_(~allowed[:, None, None, :], float("-inf"))
         weights = torch.softmax(scores, dim=-1).to(q.dtype).flatten(0, 1)
-        return torch.bmm(weights, v).view(num_rows, spec.num_heads, spec.head_dim)
+        out = self._products(weights, v, group=num_kv)
+        return out.view(num_rows, spec.num_heads, spec.head_dim)
 
     def _select(
         self, tiles: int, index_q: Tensor, slot: Tensor, position: Tensor, state: SlotState
@@ -228,7 +232,7 @@ class QsaLayer:
     def _block_scores(self, index_q: Tensor, keys: Tensor) -> Tensor:
         """index_q [R, heads, I], keys [R, blocks, I] -> fp32 [R, blocks]."""
         q, k = index_q.to(torch.float32), keys.to(torch.float32)
-        per_head = torch.bmm(q, k.transpose(1, 2)).relu_()
+        per_head = self._products(q, k.transpose(1, 2), group=1).relu_()
         total = per_head[:, 0].clone()
         for head in range(1, per_head.shape[1]):
             total += per_head[:, head]

@@ -9,7 +9,16 @@ from torch import Tensor
 from engine.elementwise import sigmoid, silu, softplus
 from engine.layers.moe import RoutedExperts
 from engine.layers.norm import ZeroCentredNorm, l2_normalized
-from engine.linear import MAX_WINDOW_ROWS, KernelReport, Method, RowLinear, rows_agree
+from engine.layers.residual import GatedResidual
+from engine.linear import (
+    MAX_WINDOW_ROWS,
+    ItemProducts,
+    KernelReport,
+    Method,
+    RowLinear,
+    _probe_weight,
+    rows_agree,
+)
 
 SHAPES = [
     (1024, 384),
@@ -37,7 +46,6 @@ def test_a_product_gives_each_row_the_same_bits_in_any_company(
     report = KernelReport()
     linear = RowLinear(weight, exact=True, report=report)
     assert agree(linear, shape[1], dtype)
-    assert not report.inexact
     x = torch.randn(3, shape[1], dtype=torch.float64).to(dtype)
     expected = x.double() @ weight.double().T
     assert torch.allclose(linear(x).double(), expected, rtol=2e-2, atol=1e-2 * shape[1] ** 0.5)
@@ -61,15 +69,78 @@ def test_the_check_finds_a_function_whose_rows_depend_on_their_number() -> None:
     assert not agree(by_place, 8)
 
 
-def test_the_report_names_shapes_without_an_exact_method(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_method_is_exact_rows_are_multiplied_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def never(*_: object) -> bool:
         return False
 
     monkeypatch.setattr("engine.linear.rows_agree", never)
     report = KernelReport()
-    RowLinear(torch.randn(6, 4), exact=True, report=report)
-    assert report.inexact == ["6x4"]
-    assert "NOT exact for 6x4" in report.line()
+    weight = torch.randn(6, 4)
+    linear = RowLinear(weight, exact=True, report=report)
+    assert report.counts == {"single": 1}
+    assert "1 x single" in report.line()
+    assert agree(linear, 4)
+    x = torch.randn(3, 4)
+    assert torch.allclose(linear(x), x @ weight.T, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_another_order_of_summation_shows(dtype: torch.dtype) -> None:
+    """Even behind bf16's rounding, and for a single output column."""
+    weight = _probe_weight(torch.empty(1, 1536, dtype=dtype)).float()
+
+    def by_count(x: Tensor) -> Tensor:
+        pieces = 2 if x.shape[0] < 7 else 3
+        terms = x.float() * weight
+        sums = [part.sum(-1, keepdim=True) for part in terms.split(1536 // pieces, -1)]
+        return torch.stack(sums).sum(0).to(dtype)
+
+    assert not agree(by_count, 1536, dtype)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(2, 64, 64), (3, 64, 128), (3, 576, 64), (4, 32, 64)], ids=str)
+def test_items_do_not_depend_on_how_many_there_are(
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    transposed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    m, k, n = shape
+    generator = torch.Generator().manual_seed(5)
+    a = torch.randn(MAX_WINDOW_ROWS * 2, m, k, generator=generator).to(dtype)
+    b = torch.randn(MAX_WINDOW_ROWS * 2, k, n, generator=generator).to(dtype)
+    if transposed:
+        b = b.transpose(1, 2).contiguous().transpose(1, 2)
+    batched = ItemProducts(exact=True)
+    monkeypatch.setattr("engine.linear.items_agree", lambda *_, **__: False)
+    one_by_one = ItemProducts(exact=True)
+    for rows in (1, 2, 7, MAX_WINDOW_ROWS):
+        parts = [torch.bmm(a[i : i + 2], b[i : i + 2]) for i in range(0, 2 * rows, 2)]
+        expected = torch.cat(parts)
+        assert torch.equal(one_by_one(a[: 2 * rows], b[: 2 * rows], group=2), expected)
+    monkeypatch.undo()
+    for rows in (1, 2, 7, MAX_WINDOW_ROWS):
+        parts = [batched(a[i : i + 2], b[i : i + 2], group=2) for i in range(0, 2 * rows, 2)]
+        assert torch.equal(batched(a[: 2 * rows], b[: 2 * rows], group=2), torch.cat(parts))
+
+
+def test_the_gated_residual_does_not_see_its_company() -> None:
+    generator = torch.Generator().manual_seed(6)
+    report = KernelReport()
+    residual = GatedResidual(
+        norm=ZeroCentredNorm(torch.randn(1536), eps=1e-6, group=384, factor=0.25),
+        down_inject=RowLinear(
+            torch.randn(36, 1536, generator=generator), exact=True, report=report
+        ),
+        up=RowLinear(torch.randn(1536, 32, generator=generator), exact=True, report=report),
+        num_streams=4,
+        rank=32,
+    )
+    assert agree(lambda x: torch.cat(residual.read(x), dim=-1), 1536)
 
 
 @pytest.mark.parametrize("width", [1, 3, 8, 32, 40, 64, 1536, 4100])
