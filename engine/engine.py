@@ -19,6 +19,7 @@ from engine.config import EngineConfig, model_path
 from engine.errors import ConfigMismatch, PlanError
 from engine.grammar import Constraint, GrammarCompiler, GrammarError
 from engine.interface import (
+    MAX_SLOTS,
     MAX_SPEC,
     PAGE_TOKENS,
     DecodeStep,
@@ -35,7 +36,7 @@ from engine.interface import (
     WindowResult,
     WindowTimes,
 )
-from engine.linear import MAX_WINDOW_ROWS, MAX_WINDOW_SLOTS
+from engine.linear import MAX_WINDOW_ROWS
 from engine.loader import LoadedModel, ModelLoader
 from engine.memory_plan import MemoryPlan, make_plan
 from engine.model_spec import ModelSpec
@@ -709,10 +710,8 @@ class _Limits:
 
 
 def _limits(config: EngineConfig, spec: ModelSpec, device: torch.device) -> _Limits:
-    if not 1 <= config.num_slots <= MAX_WINDOW_SLOTS:
-        raise ConfigMismatch(
-            f"num_slots: found {config.num_slots}, required 1 to {MAX_WINDOW_SLOTS}"
-        )
+    if not 1 <= config.num_slots <= MAX_SLOTS:
+        raise ConfigMismatch(f"num_slots: found {config.num_slots}, required 1 to {MAX_SLOTS}")
     max_context = config.max_context or spec.max_position
     if max_context > spec.max_position:
         raise ConfigMismatch(

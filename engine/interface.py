@@ -13,6 +13,9 @@ from typing import Protocol
 MAX_SPEC = 4
 """Longest draft chain: a verify window has at most MAX_SPEC + 1 rows per slot (product.md D1)."""
 
+MAX_SLOTS = 4
+"""Most seats of the batch: a window's rows are MAX_SLOTS * (MAX_SPEC + 1) at most."""
+
 PAGE_TOKENS = 64
 """Positions of one parked page."""
 

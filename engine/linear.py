@@ -15,10 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.interface import MAX_SPEC
+from engine.interface import MAX_SLOTS, MAX_SPEC
 
-MAX_WINDOW_SLOTS = 4
-MAX_WINDOW_ROWS = MAX_WINDOW_SLOTS * (MAX_SPEC + 1)
+MAX_WINDOW_ROWS = MAX_SLOTS * (MAX_SPEC + 1)
 _PACK_MIN_ELEMENTS = 1 << 18
 """oneDNN's packed product has about 40 us of fixed cost a call; below this the plain one is faster."""
 _PROBE_MAX_ELEMENTS = 1 << 24

@@ -14,6 +14,7 @@ _MASK64 = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
 _PLE_SEED_STRIDE = 10007
 _SIGMOID_GATE = "sigmoid"
+_FAMILY = ("qwen4_exp", "qwen4_exp_text")
 _BLOCK_TOKENS = (1, 2, 4, 8)
 """Blocks that fit a page a whole number of times, and the ring of raw index keys beside a window."""
 _GATES = (_SIGMOID_GATE, "silu")
@@ -199,6 +200,9 @@ class ModelSpec:
 
 def spec_from_config(config: dict[str, Any], *, name: str) -> ModelSpec:
     """Build a ModelSpec from a parsed `config.json` (the text model's part is taken if there are several)."""
+    family = config.get("model_type")
+    if family not in _FAMILY:
+        raise ConfigMismatch(f"model_type: found {family!r}, required one of {_FAMILY}")
     nested = config.get("text_config")
     text = _Keys(nested if isinstance(nested, dict) else config)
     num_layers = text.count("num_hidden_layers")

@@ -89,12 +89,12 @@ class Checkpoint:
             raise WeightMismatch(f"{name}: found shape {list(found)}, required {list(shape)}")
         tensor = self._read(name)
         if tensor.dtype == torch.int8:
-            return self._dequantized(name, tensor)
+            return _finite(name, self._dequantized(name, tensor))
         if tensor.dtype not in _FLOATS:
             raise WeightMismatch(
                 f"{name}: found {tensor.dtype}, required float32, bfloat16, float16, or int8 with {name}{_SCALE_SUFFIX}"
             )
-        return tensor
+        return _finite(name, tensor)
 
     def take_ids(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """An int64 tensor, marked as used."""
@@ -136,6 +136,13 @@ class Checkpoint:
         if scale.dtype not in _FLOATS:
             raise WeightMismatch(f"{scale_name}: found {scale.dtype}, required a float type")
         return codes.to(torch.float32) * scale.to(torch.float32).unsqueeze(-1)
+
+
+def _finite(name: str, tensor: Tensor) -> Tensor:
+    """One value that is not a number spoils every logit, and shows only once somebody asks."""
+    if not bool(torch.isfinite(tensor).all()):
+        raise WeightMismatch(f"{name}: found values that are not finite, required finite ones")
+    return tensor
 
 
 def _weight_files(directory: Path) -> Iterator[Path]:

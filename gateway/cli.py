@@ -20,7 +20,6 @@ from gateway.config import (
     MAX_DRAIN_S,
     MAX_PREFILL,
     MAX_QUEUE,
-    MAX_SLOTS,
     ServeOptions,
     choice,
     count,
@@ -30,6 +29,7 @@ from gateway.config import (
     number,
 )
 from gateway.errors import ConfigError
+from scheduler.messages import MAX_SLOTS, MAX_SPEC
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -156,8 +156,14 @@ def serve(
         ),
     ] = None,
     spec: Annotated[
-        int, _option("--spec", "Longest draft chain.", count(0, 4), "N")
-    ] = _DEFAULTS.spec,
+        int | None,
+        _option(
+            "--spec",
+            f"Longest draft chain; left out: {MAX_SPEC}.",
+            count(0, MAX_SPEC),
+            "N",
+        ),
+    ] = None,
     spec_min_p: Annotated[
         float,
         _option(
@@ -243,7 +249,7 @@ def serve(
     try:
         config = load_config(
             ServeOptions(
-                model=model or model_argument or _DEFAULTS.model,
+                model=next((m for m in (model, model_argument) if m is not None), _DEFAULTS.model),
                 served_model_name=served_model_name,
                 host=host,
                 port=port,

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 from gateway.errors import ConfigError, shorten
 from gateway.limits import MAX_RATE, KeyLimits
 from scheduler.config import DEFAULT_MODEL, CacheConfig, EngineConfig, SchedulerConfig
+from scheduler.messages import MAX_SLOTS, MAX_SPEC
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-MAX_SLOTS = 64
 MAX_CONTEXT = 2**20
 MAX_QUEUE = 100_000
 MAX_PREFILL = 65_536
@@ -90,9 +90,10 @@ class ServeOptions:
     device: str = "auto"
     dtype: str = "auto"
     threads: int | None = None
-    batch: int = 4
+    batch: int = MAX_SLOTS
     max_context: int | None = None
-    spec: int = 4
+    spec: int | None = None
+    """None: the longest there is, or none with no_mtp."""
     spec_min_p: float = 0.5
     no_mtp: bool = False
     prefill: int | None = None
@@ -107,6 +108,10 @@ class ServeOptions:
 
 def load_config(options: ServeOptions) -> AppConfig:
     """Options to configuration. Raises ConfigError for what cannot be combined or used."""
+    if not options.model:
+        raise ConfigError("--model is empty: give a checkpoint directory, or `default`")
+    if options.no_mtp and options.spec not in (None, 0):
+        raise ConfigError(f"--no-mtp serves without drafts, but --spec is {options.spec}")
     if options.spec == 0 and not options.no_mtp:
         raise ConfigError(
             "--spec is 0, but serving needs the draft layer: give 1 to 4, or --no-mtp for a plain baseline"
@@ -133,7 +138,7 @@ def load_config(options: ServeOptions) -> AppConfig:
                 num_slots=options.batch,
                 max_context=options.max_context,
                 chunk_tokens=options.prefill,
-                max_draft=0 if options.no_mtp else options.spec,
+                max_draft=0 if options.no_mtp else _first(options.spec, MAX_SPEC),
             ),
             max_queue=options.max_queue,
             spec_min_p=options.spec_min_p,
@@ -144,6 +149,10 @@ def load_config(options: ServeOptions) -> AppConfig:
             ),
         ),
     )
+
+
+def _first(value: int | None, default: int) -> int:
+    return default if value is None else value
 
 
 def _shipped_name(model: str) -> str | None:

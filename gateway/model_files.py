@@ -71,6 +71,8 @@ def load_model_files(directory: Path) -> ModelFiles:
     """Read a checkpoint's text files. Raises TokenizerError naming the file."""
     if not directory.is_dir():
         raise TokenizerError(f"{directory} is not a directory")
+    if not (directory / "config.json").is_file():
+        raise TokenizerError(f"{directory} has no config.json; a checkpoint directory is required")
     tokenizer = FileTokenizer(directory / "tokenizer.json")
     encoder = PromptEncoder(tokenizer)
     return ModelFiles(

@@ -26,6 +26,8 @@ _Number = TypeVar("_Number", int, float)
 
 _INLINE_CHARS = 4096
 """Shorter prompts are rendered on the event loop: they take less than handing them to a thread."""
+_MOST_COMPOSED_CHARS = 4
+"""Characters that Unicode normalisation may make one of before a text is tokenised."""
 _MAX_THREADS = 2
 _GREEDY_BELOW = 1e-5
 """A temperature under this cannot be divided by."""
@@ -60,6 +62,7 @@ class Preparer:
 
         Cancellation waits for a tokenization that has begun.
         """
+        self._refuse_hopeless(_num_chars(request), "messages")
         prompt = await self.rendered(request)
         limits = await self._structurer.chat_limits(request, prompt)
         sampling = self._sampling(request.options, limits)
@@ -69,11 +72,7 @@ class Preparer:
 
     async def rendered(self, request: ChatRequest) -> RenderedPrompt:
         """The prompt alone, however long. Raises InvalidRequest. Cancelled like `chat`."""
-        num_chars = sum(
-            len(message.content) + len(message.reasoning_content or "") + 64
-            for message in request.messages
-        )
-        if num_chars <= _INLINE_CHARS:
+        if _num_chars(request) + 64 * len(request.messages) <= _INLINE_CHARS:
             return self._render(request)
         return await anyio.to_thread.run_sync(self._render, request, limiter=self._limiter)
 
@@ -94,7 +93,9 @@ class Preparer:
 
         Cancellation waits for a tokenization that has begun.
         """
-        num_chars = sum(len(prompt) for prompt in request.prompts if isinstance(prompt, str))
+        lengths = [len(prompt) for prompt in request.prompts if isinstance(prompt, str)]
+        self._refuse_hopeless(max(lengths, default=0), "prompt")
+        num_chars = sum(lengths)
         if num_chars <= _INLINE_CHARS:
             prompts = self._encode(request)
         else:
@@ -103,6 +104,19 @@ class Preparer:
             request.options, await self._structurer.text_limits(request.options)
         )
         return self._choices(request.options, sampling, prompts, request_id, owner, "prompt")
+
+    def _refuse_hopeless(self, num_chars: int, param: str) -> None:
+        """Refuse a text that no tokenisation makes fit, before it costs one."""
+        per_token = self._files.tokenizer.most_chars_per_token * _MOST_COMPOSED_CHARS
+        least = -(-num_chars // per_token)
+        if least <= self._info.max_context:
+            return
+        raise InvalidRequest(
+            f"{param} has {num_chars} characters, which are at least {least} tokens, "
+            f"but the context holds {self._info.max_context}",
+            param=param,
+            code="context_length_exceeded",
+        )
 
     def _render(self, request: ChatRequest) -> RenderedPrompt:
         return self._files.template.render(
@@ -219,3 +233,10 @@ class Preparer:
 
 def _first(value: _Number | None, default: _Number) -> _Number:
     return default if value is None else value
+
+
+def _num_chars(request: ChatRequest) -> int:
+    """Characters of the messages' texts."""
+    return sum(
+        len(message.content) + len(message.reasoning_content or "") for message in request.messages
+    )

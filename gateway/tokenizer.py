@@ -51,6 +51,11 @@ class Tokenizer(Protocol):
         """A text's first space belongs to the encoding (sentencepiece), not to the text."""
         ...
 
+    @property
+    def most_chars_per_token(self) -> int:
+        """No token stands for more characters of a text."""
+        ...
+
     def encode_text(self, text: str) -> list[int]:
         """Ids of text in which nothing is a control token. May take long; does not hold the interpreter."""
         ...
@@ -96,6 +101,8 @@ class FileTokenizer:
             to_bytes(name) if token_id not in control else _control_bytes(control[token_id])
             for token_id, name in enumerate(self._names)
         ]
+        # A character has a byte or more, so a token has no more characters than bytes.
+        self._most_chars = max(1, *map(len, self._bytes))
 
     @property
     def control_tokens(self) -> tuple[ControlToken, ...]:
@@ -105,8 +112,13 @@ class FileTokenizer:
     def strips_first_space(self) -> bool:
         return self._strips_first_space
 
+    @property
+    def most_chars_per_token(self) -> int:
+        return self._most_chars
+
     def encode_text(self, text: str) -> list[int]:
-        return self._plain.encode(text, add_special_tokens=False).ids
+        # Of the library's two ways to encode, only the batch lets other threads run meanwhile.
+        return self._plain.encode_batch([text], add_special_tokens=False)[0].ids
 
     def token_bytes(self, token_id: int) -> bytes:
         return self._bytes[token_id] if token_id < len(self._bytes) else b""

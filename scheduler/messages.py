@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from engine.interface import (
+    MAX_SLOTS,
     MAX_SPEC,
     MAX_TOP_LOGPROBS,
     EngineInfo,
@@ -18,6 +19,7 @@ from engine.interface import (
 )
 
 __all__ = [
+    "MAX_SLOTS",
     "MAX_SPEC",
     "MAX_TOP_LOGPROBS",
     "EngineInfo",

@@ -391,6 +391,26 @@ async def test_both_numbers_are_in_the_error_about_length(live: Live) -> None:
     assert error["param"] == "messages"
 
 
+@pytest.mark.parametrize(
+    ("path", "param"), [("chat/completions", "messages"), ("completions", "prompt")]
+)
+async def test_a_hopeless_text_is_refused_before_it_is_tokenised(
+    live: Live, monkeypatch: pytest.MonkeyPatch, path: str, param: str
+) -> None:
+    def tokenised(*_: object) -> list[int]:
+        raise AssertionError("tokenised")
+
+    monkeypatch.setattr("gateway.tokenizer.FileTokenizer.encode_text", tokenised)
+    text = "a b" * 1_000_000
+    body = chat_body(text) if param == "messages" else {"model": MODEL, "prompt": text}
+    response = await live.client.post(f"/v1/{path}", json=body)
+    error = response.json()["error"]
+    assert response.status_code == 400
+    assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+    assert "3000000 characters" in error["message"]
+    assert "4096" in error["message"]
+
+
 async def test_the_server_is_healthy_after_all_of_it(live: Live) -> None:
     response = await live.client.post("/v1/chat/completions", json=chat_body(max_tokens=3))
     assert response.status_code == 200

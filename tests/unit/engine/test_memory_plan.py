@@ -79,6 +79,7 @@ def test_sessions_of_any_geometry_are_allocated_as_planned(
     changes: dict[str, Any], num_slots: int, max_context: int
 ) -> None:
     base: dict[str, Any] = {
+        "model_type": "qwen4_exp_text",
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 8,
         "shared_expert_intermediate_size": 8,
@@ -111,6 +112,7 @@ def test_sessions_of_any_geometry_are_allocated_as_planned(
 def test_a_plan_that_does_not_fit_gives_both_numbers_and_the_option() -> None:
     spec = spec_from_config(
         {
+            "model_type": "qwen4_exp_text",
             "vocab_size": 1024,
             "hidden_size": 512,
             "num_hidden_layers": 1,

@@ -14,6 +14,7 @@ from engine.model_spec import ModelSpec, spec_from_config
 from engine.state import state_shapes
 
 REAL: dict[str, Any] = {
+    "model_type": "qwen4_exp_text",
     "vocab_size": 248320,
     "hidden_size": 2560,
     "num_hidden_layers": 48,
@@ -56,7 +57,8 @@ REAL: dict[str, Any] = {
 
 
 def real(**changes: Any) -> ModelSpec:
-    return spec_from_config({"text_config": {**REAL, **changes}}, name="real")
+    config = {"model_type": "qwen4_exp", "text_config": {**REAL, **changes}}
+    return spec_from_config(config, name="real")
 
 
 def test_the_numbers_of_the_real_model() -> None:
@@ -182,6 +184,12 @@ def test_a_config_file_that_is_none_is_refused(
         (tmp_path / "config.json").write_text(text, encoding="utf-8")
     with pytest.raises(ConfigMismatch, match=message):
         ModelSpec.from_dir(tmp_path)
+
+
+@pytest.mark.parametrize("family", [None, "llama", 3])
+def test_another_family_is_refused(family: object) -> None:
+    with pytest.raises(ConfigMismatch, match="model_type: found .*, required one of"):
+        spec_from_config({**REAL, "model_type": family}, name="other")
 
 
 def test_a_directory_is_named_after_itself(tmp_path: Path) -> None:

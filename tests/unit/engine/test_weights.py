@@ -66,6 +66,19 @@ def test_a_wrong_tensor_is_named(
         checkpoint.take("w", shape)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_are_refused(tmp_path: Path, bad: float) -> None:
+    tensors = {
+        "w": torch.tensor([1.0, bad]),
+        "q": torch.ones(1, 2, dtype=torch.int8),
+        "q_scale": torch.tensor([bad]),
+    }
+    with Checkpoint(write(tmp_path, tensors)) as checkpoint:
+        for name, shape in (("w", (2,)), ("q", (1, 2))):
+            with pytest.raises(WeightMismatch, match=f"{name}: found values that are not finite"):
+                checkpoint.take(name, shape)
+
+
 def test_ids_must_be_int64(tmp_path: Path) -> None:
     with Checkpoint(write(tmp_path, {"n": torch.zeros(2)})) as checkpoint:
         with pytest.raises(WeightMismatch, match=r"n: found torch\.float32, required int64"):

@@ -34,6 +34,10 @@ class SpaceTokenizer:
     control_tokens: tuple[ControlToken, ...] = ()
     strips_first_space = True
 
+    @property
+    def most_chars_per_token(self) -> int:
+        return 100
+
     def encode_text(self, text: str) -> list[int]:
         return [ord(char) for char in text]
 

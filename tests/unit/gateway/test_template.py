@@ -279,6 +279,10 @@ class StrippingTokenizer:
     )
     strips_first_space = False
 
+    @property
+    def most_chars_per_token(self) -> int:
+        return 100
+
     def encode_text(self, text: str) -> list[int]:
         return [100 + ord(char) for char in text]
 

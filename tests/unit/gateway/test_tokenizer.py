@@ -146,3 +146,11 @@ def test_defaults_are_read_and_checked(tmp_path: Path) -> None:
         file.write_text(bad)
         with pytest.raises(TokenizerError, match=r"generation_config\.json"):
             load_defaults(tmp_path)
+
+
+def test_no_token_stands_for_more_characters_than_said() -> None:
+    default_tokenizer = default_files().tokenizer
+    most = default_tokenizer.most_chars_per_token
+    texts = ("a" * 5000, " " * 3000, "\n" * 500, "Once upon a time, " * 100, "é" * 400, "—=" * 300)
+    for text in texts:
+        assert len(default_tokenizer.encode_text(text)) * most >= len(text)
