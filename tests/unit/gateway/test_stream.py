@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def no_stats() -> SchedulerStats:
-    raise NotImplementedError
+    raise AssertionError("a stream never asks for statistics: only /metrics does")
 
 
 def choice(index: int) -> Choice:
