@@ -8,6 +8,7 @@ together are all that a sequence is.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -41,14 +42,10 @@ class ParkedStates:
     def __init__(self, state: SlotState) -> None:
         self._state = state
         pin = state.device.type == "cuda"
-        dtype = state.k.dtype
-        self._page_parts = [x[:, 0, :, :PAGE_TOKENS] for x in (state.k, state.v)]
         self._blocks_per_page = PAGE_TOKENS // state.block_tokens
-        self._page_parts.append(state.index_blocks[:, 0, : self._blocks_per_page])
-        self._small_parts = self._small(0)
-        self._pages = _Arena(_elements(self._page_parts), dtype, pin)
+        self._pages = _Arena(_row_bytes(self._cells(0, 0)), torch.uint8, pin)
         self._large = _Arena(state.s[:, 0].numel(), torch.float32, pin)
-        self._rest = _Arena(_elements(self._small_parts), dtype, pin)
+        self._rest = _Arena(_row_bytes(self._small(0)), torch.uint8, pin)
         self._marks: dict[int, CheckpointMark] = {}
 
     @property
@@ -115,11 +112,9 @@ class ParkedStates:
         state = self._state
         cells = slice(index * PAGE_TOKENS, (index + 1) * PAGE_TOKENS)
         blocks = slice(index * self._blocks_per_page, (index + 1) * self._blocks_per_page)
-        return [
-            state.k[:, slot, :, cells],
-            state.v[:, slot, :, cells],
-            state.index_blocks[:, slot, blocks],
-        ]
+        parts = [x[:, slot, :, cells] for x in state.kv_tensors()]
+        parts.append(state.index_blocks[:, slot, blocks])
+        return sorted(parts, key=lambda part: -part.element_size())
 
     def _small(self, slot: int) -> list[Tensor]:
         state = self._state
@@ -167,19 +162,25 @@ class _Arena:
         self._free.append(self._rows.pop(row_id))
 
 
-def _elements(parts: list[Tensor]) -> int:
-    return sum(part.numel() for part in parts)
+def _row_bytes(parts: list[Tensor]) -> int:
+    """Bytes of a row of these parts, up to a multiple of the widest element, where the next row may begin."""
+    widest = max(part.element_size() for part in parts)
+    return -(-sum(part.nbytes for part in parts) // widest) * widest
+
+
+def _places(row: Tensor, parts: list[Tensor]) -> Iterator[Tensor]:
+    """Where each part is kept in a row of bytes. Wider elements come first, so that every place is aligned."""
+    at = 0
+    for part in parts:
+        yield row[at : at + part.nbytes].view(part.dtype).view(part.shape)
+        at += part.nbytes
 
 
 def _pack(row: Tensor, parts: list[Tensor]) -> None:
-    at = 0
-    for part in parts:
-        row[at : at + part.numel()].view(part.shape).copy_(part, non_blocking=True)
-        at += part.numel()
+    for place, part in zip(_places(row, parts), parts, strict=True):
+        place.copy_(part, non_blocking=True)
 
 
 def _unpack(row: Tensor, parts: list[Tensor]) -> None:
-    at = 0
-    for part in parts:
-        part.copy_(row[at : at + part.numel()].view(part.shape), non_blocking=True)
-        at += part.numel()
+    for place, part in zip(_places(row, parts), parts, strict=True):
+        part.copy_(place, non_blocking=True)

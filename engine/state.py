@@ -180,6 +180,10 @@ class SlotState:
         self.conv[:, slot].zero_()
         self.ple[:, slot].zero_()
 
+    def kv_tensors(self) -> tuple[Tensor, ...]:
+        """All that holds K/V cells: each [layers, slots, kv heads, capacity, ...]."""
+        return (self.k, self.v)
+
     def put_ple_rows(self, layer: int, rows: Rows, normed: Tensor) -> Tensor:
         """Store the window's normed rows [B, T, S*H] of one PLE layer; returns [B, history+T, S*H]."""
         return _put_after_history(self.ple[layer], self.ple_history, rows.slots, normed)
