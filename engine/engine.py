@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -39,11 +40,14 @@ from engine.interface import (
 from engine.linear import MAX_WINDOW_ROWS
 from engine.loader import LoadedModel, ModelLoader
 from engine.memory_plan import MemoryPlan, make_plan
-from engine.model_spec import ModelSpec
 from engine.parked import CheckpointMark, ParkedStates
 from engine.sampling import Picker, PickRow, TokenHistory, limited, row_logprobs
+from engine.sources.opening import open_source, read_spec
 from engine.state import FP32_STATE, Rows, SlotState, key_capacity, state_shapes
 from engine.weights import Checkpoint
+
+if TYPE_CHECKING:
+    from engine.model_spec import ModelSpec
 
 _CPU_CHUNK_TOKENS = 256
 _GPU_CHUNK_TOKENS = 2048
@@ -649,7 +653,7 @@ def load_engine(
     """
     began = time.perf_counter()
     directory = model_path(config.model)
-    spec = ModelSpec.from_dir(directory)
+    spec = read_spec(directory)
     device = _device(config.device)
     dtype = _dtype(config.dtype, device)
     torch.set_num_threads(config.threads or default_threads())
@@ -659,7 +663,7 @@ def load_engine(
     plan, state_bytes = _plan(spec, limits, dtype)
     plan.require(_available_bytes(device), "GPU memory" if device.type == "cuda" else "RAM")
     progress(f"plan: {plan.total_bytes / 2**20:.0f} MiB on {device}")
-    with Checkpoint(directory) as checkpoint:
+    with Checkpoint(open_source(directory, spec)) as checkpoint:
         loader = ModelLoader(
             checkpoint,
             spec,

@@ -11,9 +11,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from engine.errors import WeightMismatch
+from engine.sources.safetensors import SafetensorsSource
 from engine.weights import Checkpoint
 
 EMBEDDING = "model.embed_tokens.weight"
+
+
+def open_checkpoint(directory: Path) -> Checkpoint:
+    return Checkpoint(SafetensorsSource(directory))
 
 
 def write(directory: Path, tensors: dict[str, Tensor], file: str = "model.safetensors") -> Path:
@@ -27,7 +32,7 @@ def write(directory: Path, tensors: dict[str, Tensor], file: str = "model.safete
 def test_int8_rows_times_their_scales(tmp_path: Path) -> None:
     codes = torch.tensor([[[1, -2], [127, 0]]], dtype=torch.int8)
     scale = torch.tensor([[0.5, 0.25]])
-    with Checkpoint(write(tmp_path, {"w": codes, "w_scale": scale})) as checkpoint:
+    with open_checkpoint(write(tmp_path, {"w": codes, "w_scale": scale})) as checkpoint:
         taken = checkpoint.take("w", (1, 2, 2))
         assert taken.tolist() == [[[0.5, -1.0], [31.75, 0.0]]]
         checkpoint.take(EMBEDDING, (4, 2))
@@ -60,7 +65,7 @@ def test_a_wrong_tensor_is_named(
     tmp_path: Path, tensors: dict[str, Tensor], shape: tuple[int, ...], message: str
 ) -> None:
     with (
-        Checkpoint(write(tmp_path, tensors)) as checkpoint,
+        open_checkpoint(write(tmp_path, tensors)) as checkpoint,
         pytest.raises(WeightMismatch, match=message),
     ):
         checkpoint.take("w", shape)
@@ -73,14 +78,14 @@ def test_values_that_are_not_finite_are_refused(tmp_path: Path, bad: float) -> N
         "q": torch.ones(1, 2, dtype=torch.int8),
         "q_scale": torch.tensor([bad]),
     }
-    with Checkpoint(write(tmp_path, tensors)) as checkpoint:
+    with open_checkpoint(write(tmp_path, tensors)) as checkpoint:
         for name, shape in (("w", (2,)), ("q", (1, 2))):
             with pytest.raises(WeightMismatch, match=f"{name}: found values that are not finite"):
                 checkpoint.take(name, shape)
 
 
 def test_ids_must_be_int64(tmp_path: Path) -> None:
-    with Checkpoint(write(tmp_path, {"n": torch.zeros(2)})) as checkpoint:
+    with open_checkpoint(write(tmp_path, {"n": torch.zeros(2)})) as checkpoint:
         with pytest.raises(WeightMismatch, match=r"n: found torch\.float32, required int64"):
             checkpoint.take_ids("n", (2,))
         with pytest.raises(WeightMismatch, match=r"n: found shape \[2\], required \[3\]"):
@@ -89,7 +94,7 @@ def test_ids_must_be_int64(tmp_path: Path) -> None:
 
 def test_what_is_left_over_is_named(tmp_path: Path) -> None:
     extra = {"extra": torch.zeros(1), "mtp.x": torch.zeros(1), "model.visual.y": torch.zeros(1)}
-    with Checkpoint(write(tmp_path, extra)) as checkpoint:
+    with open_checkpoint(write(tmp_path, extra)) as checkpoint:
         checkpoint.take(EMBEDDING, (4, 2))
         with pytest.raises(WeightMismatch, match=r"2 tensors left over: found extra, mtp\.x"):
             checkpoint.finish()
@@ -102,7 +107,7 @@ def test_shards_are_read_by_their_index(tmp_path: Path) -> None:
     write(tmp_path, {"w": torch.ones(2)}, "b.safetensors")
     index = {"weight_map": {EMBEDDING: "a.safetensors", "w": "b.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-    with Checkpoint(tmp_path) as checkpoint:
+    with open_checkpoint(tmp_path) as checkpoint:
         assert checkpoint.take("w", (2,)).tolist() == [1.0, 1.0]
 
 
@@ -113,7 +118,7 @@ def test_a_broken_shard_index_is_refused(tmp_path: Path, index: str) -> None:
     write(tmp_path, {})
     (tmp_path / "model.safetensors.index.json").write_text(index, encoding="utf-8")
     with pytest.raises(WeightMismatch, match="index"):
-        Checkpoint(tmp_path)
+        open_checkpoint(tmp_path)
 
 
 def test_an_index_cannot_name_a_file_elsewhere(tmp_path: Path) -> None:
@@ -123,29 +128,44 @@ def test_an_index_cannot_name_a_file_elsewhere(tmp_path: Path) -> None:
     index = {"weight_map": {"w": "../outside.safetensors"}}
     (inner / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     with pytest.raises(WeightMismatch, match="required to be a file beside it"):
-        Checkpoint(inner)
+        open_checkpoint(inner)
 
 
 def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     write(tmp_path, {"w": torch.zeros(1)})
     write(tmp_path, {"w": torch.zeros(1)}, "other.safetensors")
     with pytest.raises(WeightMismatch, match="w: found in two files"):
-        Checkpoint(tmp_path)
+        open_checkpoint(tmp_path)
 
 
 def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     file = write(tmp_path, {"w": torch.zeros(64)}) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-40])
     with pytest.raises(WeightMismatch, match=r"model\.safetensors: cannot be read"):
-        Checkpoint(tmp_path)
+        open_checkpoint(tmp_path)
 
 
 def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WeightMismatch, match=r"found no \.safetensors file"):
-        Checkpoint(tmp_path)
+        open_checkpoint(tmp_path)
 
 
 def test_a_model_without_embedding_is_refused(tmp_path: Path) -> None:
     write(tmp_path, {"w": torch.zeros(1)}, "other.safetensors")
     with pytest.raises(WeightMismatch, match="found no embedding"):
-        Checkpoint(tmp_path)
+        open_checkpoint(tmp_path)
+
+
+def test_codes_are_taken_once_and_counted_as_used(tmp_path: Path) -> None:
+    tensors = {"q": torch.ones(1, 2, dtype=torch.int8), "q_scale": torch.ones(1)}
+    with open_checkpoint(write(tmp_path, tensors)) as checkpoint:
+        checkpoint.take(EMBEDDING, (4, 2))
+        assert checkpoint.take_codes(EMBEDDING, (4, 2)) is None
+        with pytest.raises(WeightMismatch, match="1 tensors left over: found q"):
+            checkpoint.finish()
+        with pytest.raises(WeightMismatch, match=r"q: found shape \[1, 2\], required \[2, 1\]"):
+            checkpoint.take_codes("q", (2, 1))
+        codes = checkpoint.take_codes("q", (1, 2))
+        assert codes is not None
+        assert codes.codes.dtype == torch.int8
+        checkpoint.finish()

@@ -1,0 +1,71 @@
+"""The seam between stored weights and whoever builds layers from them: tensors by their Hugging Face names.
+
+A source knows how tensors are stored (safetensors, GGUF, pack) and gives values; it does not know which tensors a
+model needs. `engine.weights.Checkpoint` checks that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RowCodes:
+    """A tensor held as whole numbers: value = codes * scales[..., None], rounded once in fp32."""
+
+    codes: Tensor
+    """int8 [..., columns]."""
+    scales: Tensor
+    """Float [...]: one for each row of the last axis."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRange:
+    """Where a tensor's stored bytes lie, for readers that go to the file themselves."""
+
+    path: Path
+    offset: int
+    num_bytes: int
+
+
+class TensorSource(Protocol):
+    """Stored tensors by Hugging Face name. All methods raise WeightMismatch naming tensor, found and required."""
+
+    @property
+    def where(self) -> str:
+        """What messages call the source: a directory or a file."""
+        ...
+
+    def names(self) -> Collection[str]:
+        """Every tensor; scales that belong to one are part of it and have no name of their own."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of the values. Reads no data."""
+        ...
+
+    def get(self, name: str) -> Tensor:
+        """The values, on the CPU: floats and ids as stored, anything quantised as fp32. May share mapped memory."""
+        ...
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """get(name)[start:stop] on the first axis, without reading the rest."""
+        ...
+
+    def codes(self, name: str) -> RowCodes | None:
+        """The stored codes and row scales of an int8 tensor; None for one that is stored otherwise."""
+        ...
+
+    def file_range(self, name: str) -> FileRange | None:
+        """The bytes of a tensor stored as get() gives it, in one piece; None when there is no such piece."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the files; tensors given out before stay valid."""
+        ...
