@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+from typer.core import TyperGroup
 
 from gateway.config import (
     DTYPES,
@@ -37,9 +39,34 @@ if TYPE_CHECKING:
 _Value = TypeVar("_Value")
 _HELP = "Serve hybrid GDN, sparse attention and MoE models with MTP drafts over OpenAI's protocol."
 _DEFAULTS = ServeOptions()
+_EXIT_USAGE, _EXIT_ABORTED = 2, 130
+
+
+class _PlainErrors(TyperGroup):
+    """Says in one line what is wrong with the command line, so that a supervisor's log shows it whole."""
+
+    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        if not standalone_mode:
+            return super().main(*args, standalone_mode=False, **extra)
+        try:
+            status = super().main(*args, standalone_mode=False, **extra)
+        except typer.Abort:
+            status = _EXIT_ABORTED
+        except Exception as error:
+            # What a wrong command line raises has no public class in common, but this method.
+            format_message: Callable[[], str] | None = getattr(error, "format_message", None)
+            if format_message is None:
+                raise
+            # Without a command the help was shown instead, and there is nothing to say.
+            if message := " ".join(format_message().split()):
+                sys.stderr.write(f"stratagate: {message}\n")
+            status = _EXIT_USAGE
+        sys.exit(status or 0)
+
 
 app = typer.Typer(
     name="stratagate",
+    cls=_PlainErrors,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

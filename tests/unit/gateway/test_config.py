@@ -76,6 +76,38 @@ def test_bad_options_exit_2_and_say_why(
     assert started == []
     for word in words:
         assert word in result.output
+    assert result.output.startswith("stratagate: ")
+    assert result.output.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serf"], ["serf", "serve"]),
+        (["serve", "--port"], ["--port"]),
+        (["--nonsense"], ["--nonsense"]),
+        (["serve", "a", "b"], ["b"]),
+        (["serve", "--port", "x" * 5000 + "\n\n"], ["--port", "0 to 65535"]),
+    ],
+)
+def test_a_wrong_command_line_is_told_in_one_line(arguments: list[str], words: list[str]) -> None:
+    result = runner.invoke(cli.app, arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("stratagate: ")
+    assert result.stderr.count("\n") == 1
+    assert len(result.stderr) < 300
+    for word in words:
+        assert word in result.stderr
+
+
+def test_a_fault_of_the_programme_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(chosen: AppConfig, version: str) -> int:
+        raise RuntimeError(f"broken {chosen} {version}")
+
+    monkeypatch.setattr("gateway.server.run_server", fail)
+    assert isinstance(runner.invoke(cli.app, ["serve"]).exception, RuntimeError)
+
 
 
 def test_options_arrive(started: list[AppConfig], tmp_path: Path) -> None:
