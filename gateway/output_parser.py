@@ -14,7 +14,7 @@ from gateway.detokenize import hold_from
 from gateway.tools import CALL_OPEN, CallDelta, CallParser
 
 if TYPE_CHECKING:
-    from gateway.tools import Tool
+    from gateway.tools import CallStep, Tool
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 
@@ -60,21 +60,29 @@ class OutputParser:
         if self._state is _State.CONTENT and self._calls is None:
             return ParsedDelta(content=text)
         parts = _Parts()
-        rest: str | None = self._held + text
-        self._held = ""
-        while rest:
-            rest = self._step(rest, parts)
+        rest, self._held = self._held + text, ""
+        self._run(rest, parts)
         return parts.delta()
 
     def finish(self) -> ParsedDelta:
         """What was held back: it did not become a tag."""
+        parts = _Parts()
+        if self._state is _State.CALL and self._calls is not None:
+            self._run(self._after(self._calls.end_text(), parts), parts)
         held, self._held = self._held, ""
         if self._state is _State.REASONING:
-            return ParsedDelta(reasoning=held.rstrip())
-        if self._state is _State.CALL and self._calls is not None:
+            parts.reasoning += held.rstrip()
+        elif self._state is _State.CALL and self._calls is not None:
             calls, text = self._calls.finish()
-            return ParsedDelta(content=self._gap + text if text else "", calls=tuple(calls))
-        return ParsedDelta(content=held)
+            parts.content += self._gap + text if text else ""
+            parts.calls += calls
+        else:
+            parts.content += held
+        return parts.delta()
+
+    def _run(self, rest: str | None, parts: _Parts) -> None:
+        while rest:
+            rest = self._step(rest, parts)
 
     def _step(self, text: str, parts: _Parts) -> str | None:
         """Take text in the present state; returns what the next state has to take."""
@@ -139,7 +147,9 @@ class OutputParser:
 
     def _call(self, text: str, parts: _Parts) -> str | None:
         assert self._calls is not None
-        step = self._calls.push(text)
+        return self._after(self._calls.push(text), parts)
+
+    def _after(self, step: CallStep, parts: _Parts) -> str | None:
         parts.calls += step.deltas
         if step.rest is None:
             return None

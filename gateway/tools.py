@@ -6,6 +6,7 @@ arguments go out in pieces that are together one JSON object, whatever the model
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, cast
@@ -21,6 +22,8 @@ CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 _FUNCTION_OPEN, _FUNCTION_CLOSE = "<function=", "</function>"
 _PARAMETER_OPEN, _PARAMETER_CLOSE = "<parameter=", "</parameter>"
 _MAX_NAME_CHARS = 256
+_STRING_BODY = re.compile(r'(?:[^"\\\n]|\\[^\n])*')
+"""Of a JSON string, which has no line ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +115,8 @@ class CallParser:
         self._num_calls = 0
         self._num_arguments = 0
         self._tool: Tool | None = None
+        self._has_ended = False
+        """No more text comes."""
 
     @property
     def num_calls(self) -> int:
@@ -130,6 +135,11 @@ class CallParser:
                 return CallStep(deltas=deltas, rest=end.rest, was_call=end.was_call)
             if before == (self._state, self._held):
                 return CallStep(deltas=deltas)
+
+    def end_text(self) -> CallStep:
+        """No more text comes; what waited for some is settled. `finish` closes what is open then."""
+        self._has_ended = True
+        return self.push("")
 
     def finish(self) -> tuple[list[CallDelta], str]:
         """The output ended inside a call: its arguments are closed; a call without a name is text."""
@@ -188,20 +198,35 @@ class CallParser:
 
     def _parameter(self, text: str, deltas: list[CallDelta]) -> None:
         key, closed, rest = text.partition(">")
-        value, ended, rest = rest.partition(_PARAMETER_CLOSE)
-        if not closed or not ended:
+        key = key.strip()
+        end = self._value_end(key, rest) if closed else None
+        if end is None:
             return
-        self._held = rest
+        value, self._held = rest[:end], rest[end + len(_PARAMETER_CLOSE) :]
         value = value.removeprefix("\n").removesuffix("\n")
-        pair = orjson.dumps({key.strip(): self._value(key.strip(), value)}).decode()
+        pair = orjson.dumps({key: self._value(key, value)}).decode()
         opening = "{" if self._num_arguments == 0 else ", "
         self._num_arguments += 1
         deltas.append(CallDelta(index=self._num_calls - 1, arguments=opening + pair[1:-1]))
 
+    def _value_end(self, key: str, text: str) -> int | None:
+        """Where the value's closing tag stands: in JSON the first that is in no string. None: not known yet."""
+        first = text.find(_PARAMETER_CLOSE)
+        if first < 0:
+            return None
+        if self._takes_text(key):
+            return first
+        end = _end_outside_strings(text)
+        if end is None:
+            return first if self._has_ended else None
+        return end if _is_json(text[:end]) else first
+
+    def _takes_text(self, key: str) -> bool | None:
+        return None if self._tool is None else self._tool.takes_text(key)
+
     def _value(self, key: str, text: str) -> object:
         """Strings come raw, other values as JSON; without a schema, JSON where it is JSON and no string."""
-        takes_text = self._tool.takes_text(key) if self._tool is not None else None
-        if takes_text:
+        if self._takes_text(key):
             return text
         try:
             return orjson.loads(text)
@@ -212,3 +237,29 @@ class CallParser:
         return CallDelta(
             index=self._num_calls - 1, arguments="{}" if self._num_arguments == 0 else "}"
         )
+
+
+def _end_outside_strings(text: str) -> int | None:
+    """The first closing tag that is in no JSON string; None while a string is open or no such tag has come.
+
+    A string that a line end breaks is none: text with one is not JSON, and its first tag counts.
+    """
+    position = 0
+    while True:
+        end, quote = text.find(_PARAMETER_CLOSE, position), text.find('"', position)
+        if quote < 0 or 0 <= end < quote:
+            return end if end >= 0 else None
+        body = _STRING_BODY.match(text, quote + 1)
+        assert body is not None
+        after = text[body.end() : body.end() + 2]
+        if not after.startswith('"'):
+            return None if after in ("", "\\") else text.find(_PARAMETER_CLOSE)
+        position = body.end() + 1
+
+
+def _is_json(text: str) -> bool:
+    try:
+        orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return False
+    return True

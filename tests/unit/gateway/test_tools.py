@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -77,6 +78,48 @@ def test_arguments(pairs: list[tuple[str, str]], arguments: dict[str, object]) -
         assert json.loads(calls[0][1]) == arguments
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"html": "a</parameter>b"},
+        {"a": "</parameter>", "b": "\\", "c": '"</parameter>'},
+        {"a": "</parameter>\n</function>\n</tool_call>\n<tool_call>"},
+        ["</parameter></function></tool_call>"],
+        "x</parameter>",
+    ],
+)
+@pytest.mark.parametrize("key", ["where", "any"])
+def test_a_closing_tag_in_a_json_string_is_part_of_it(key: str, value: object) -> None:
+    text = call("get_weather", (key, json.dumps(value)), ("city", "Oslo")) + "\nDone."
+    for parts in ([text], list(text), [text.replace("\n</parameter>", "</parameter>")]):
+        _, content, calls = parse(parts)
+        assert content == "Done."
+        assert [json.loads(arguments) for _, arguments in calls] == [{key: value, "city": "Oslo"}]
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        # Not JSON, or text by its schema: the first closing tag counts.
+        ('{"a": "x', '{"a": "x'),
+        ('5" pipe', '5" pipe'),
+        ('a "b" c</parameter>"d"', 'a "b" c'),
+        ('say "a</parameter>b"', 'say "a'),
+        ('{"a": "x\\', '{"a": "x\\'),
+    ],
+)
+@pytest.mark.parametrize("form", [str, lambda text: text.replace("\n", "")])
+def test_where_it_is_no_json_the_first_closing_tag_counts(
+    value: str, found: str, form: Callable[[str], str]
+) -> None:
+    text = form(call("get_weather", ("any", value), ("days", "2")))
+    for parts in ([text], list(text)):
+        _, _, calls = parse(parts)
+        assert [json.loads(arguments) for _, arguments in calls] == [{"any": found, "days": 2}]
+    raw = call("get_weather", ("city", '"a</parameter>"'))
+    assert parse([raw])[2] == [("get_weather", '{"city":"\\"a"}')]
+
+
 def test_several_calls_behind_a_thought() -> None:
     text = f"Hm.\n</think>\n\n{call('now')}\n{call('get_weather', ('city', 'Oslo'))}\n"
     assert parse([text], in_thought=True) == (
@@ -136,6 +179,9 @@ PIECES = st.lists(
             "</function>",
             "<parameter=a>",
             "</parameter>",
+            '"',
+            "\\",
+            "{",
             "</think>",
             "<think>",
             "<",
