@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 import anyio
 from starlette.requests import ClientDisconnect
 
+from gateway.content_tokens import ContentSpans
 from gateway.errors import ModelNotFound, UnsupportedMediaType
 from gateway.generation import Choice, Generation
 from gateway.metrics import Meter
@@ -66,7 +67,15 @@ class Answering:
         prepared = await self._service.preparer.chat(
             body, request_id=request.scope[REQUEST_ID], owner=request.scope[OWNER]
         )
-        parsers = [OutputParser(in_thought=item.in_thought, tools=body.tools) for item in prepared]
+        has_logprobs = body.options.top_logprobs is not None
+        parsers = [
+            OutputParser(
+                in_thought=item.in_thought,
+                tools=body.tools,
+                spans=ContentSpans() if has_logprobs else None,
+            )
+            for item in prepared
+        ]
         return self.start(prepared, body.options, parsers, meter)
 
     def start(

@@ -27,6 +27,8 @@ class OutputToken:
     logprobs: TokenLogprobs
     text_offset: int
     """Characters of the output before it."""
+    text_end: int
+    """... and with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +52,8 @@ class Detokenizer:
         self._stop = StopMatcher(stop)
         self._num_chars = 0
         """Characters decoded so far, held ones included."""
-        self._pending: list[tuple[int, OutputToken]] = []
-        """Tokens not delivered yet, with the number of characters after each."""
+        self._pending: list[OutputToken] = []
+        """Tokens not delivered yet."""
         self.num_tokens = 0
         """Tokens up to the one that completed a stop string."""
 
@@ -79,9 +81,12 @@ class Detokenizer:
             self.num_tokens += 1
             if logprobs is not None:
                 token = OutputToken(
-                    id=token_id, logprobs=logprobs[index], text_offset=self._num_chars
+                    id=token_id,
+                    logprobs=logprobs[index],
+                    text_offset=self._num_chars,
+                    text_end=self._num_chars + len(text),
                 )
-                self._pending.append((self._num_chars + len(text), token))
+                self._pending.append(token)
             self._num_chars += len(text)
             released.append(self._stop.push(text))
         return TextDelta(text="".join(released), tokens=self._release_tokens())
@@ -122,13 +127,13 @@ class Detokenizer:
             return ()
         end_of_text = self._stop.num_released
         if self.stopped:
-            kept = [token for _, token in self._pending if token.text_offset < end_of_text]
+            kept = [token for token in self._pending if token.text_offset < end_of_text]
             self._pending.clear()
             return tuple(kept)
         count = len(self._pending)
         if not is_last:
-            count = sum(end <= end_of_text for end, _ in self._pending)
-        kept = [token for _, token in self._pending[:count]]
+            count = sum(token.text_end <= end_of_text for token in self._pending)
+        kept = self._pending[:count]
         del self._pending[:count]
         return tuple(kept)
 

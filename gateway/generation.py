@@ -18,6 +18,7 @@ from scheduler.messages import Failed, Finished, FinishReason, Tokens
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
 
+    from gateway.content_tokens import ContentSpans
     from gateway.model_files import ModelFiles
     from gateway.output_parser import OutputParser
     from gateway.preparation import PreparedChoice
@@ -97,6 +98,11 @@ class Choice:
     @property
     def ended(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def content_spans(self) -> ContentSpans | None:
+        """Which characters of the output became content; None unless log-probabilities were asked for."""
+        return None if self._parser is None else self._parser.spans
 
     @property
     def stop_string(self) -> str | None:

@@ -9,6 +9,7 @@ from starlette.routing import Route
 from gateway.answering import DEFAULT_ALIAS, Answering, json_body
 from gateway.messages_reply import MessageWriter, ping
 from gateway.messages_wire import parse_count, parse_message
+from gateway.replies import LogprobWriter
 from gateway.responses import json_response
 from gateway.responses_api_reply import ResponseWriter
 from gateway.responses_api_wire import parse_response
@@ -28,6 +29,7 @@ class OtherApis:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._answering = Answering(service)
+        self._logprobs = LogprobWriter(service.files.tokenizer)
 
     def routes(self) -> list[Route]:
         return [
@@ -85,7 +87,8 @@ class OtherApis:
     async def _responses(self, request: Request, meter: Meter) -> Response:
         body = parse_response(await json_body(request))
         generation = await self._answering.start_chat(request, body.chat, meter)
-        writer = ResponseWriter(self._service.model, body.echo, generation)
+        logprobs = self._logprobs if body.chat.options.top_logprobs is not None else None
+        writer = ResponseWriter(self._service.model, body.echo, generation, logprobs)
         if body.chat.delivery.stream:
             return self._answering.stream(generation, writer, meter)
         await self._answering.collect(request, generation, meter, writer.add)

@@ -14,6 +14,7 @@ from gateway.detokenize import hold_from
 from gateway.tools import CALL_OPEN, CallDelta, CallParser
 
 if TYPE_CHECKING:
+    from gateway.content_tokens import ContentSpans
     from gateway.tools import CallStep, Tool
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
@@ -41,8 +42,16 @@ class _State(Enum):
 class OutputParser:
     """Parser state of one answer."""
 
-    def __init__(self, *, in_thought: bool, tools: tuple[Tool, ...] = ()) -> None:
-        """in_thought: the prompt has opened the thought already. Without tools, tags of calls are text."""
+    def __init__(
+        self, *, in_thought: bool, tools: tuple[Tool, ...] = (), spans: ContentSpans | None = None
+    ) -> None:
+        """in_thought: the prompt has opened the thought already. Without tools, tags of calls are text.
+
+        spans: is told which characters become content.
+        """
+        self.spans = spans
+        self._num_chars = 0
+        """Characters of the output so far; counted for `spans` alone."""
         self._state = _State.REASONING if in_thought else _State.START
         self._held = ""
         self._any_reasoning = False
@@ -57,11 +66,14 @@ class OutputParser:
 
     def push(self, text: str) -> ParsedDelta:
         """Parts that are now certain."""
-        if self._state is _State.CONTENT and self._calls is None:
+        if self._state is _State.CONTENT and self._calls is None and self.spans is None:
             return ParsedDelta(content=text)
         parts = _Parts()
+        self._num_chars += len(text)
         rest, self._held = self._held + text, ""
         self._run(rest, parts)
+        if self.spans is not None and self._state is not _State.CALL:
+            self.spans.num_decided = self._num_chars - len(self._held)
         return parts.delta()
 
     def finish(self) -> ParsedDelta:
@@ -74,15 +86,23 @@ class OutputParser:
             parts.reasoning += held.rstrip()
         elif self._state is _State.CALL and self._calls is not None:
             calls, text = self._calls.finish()
-            parts.content += self._gap + text if text else ""
+            if text:
+                self._add_content(self._gap + text, parts)
             parts.calls += calls
         else:
-            parts.content += held
+            self._add_content(held, parts)
         return parts.delta()
 
     def _run(self, rest: str | None, parts: _Parts) -> None:
         while rest:
             rest = self._step(rest, parts)
+
+    def _add_content(self, content: str, parts: _Parts, num_behind: int = 0) -> None:
+        """num_behind: characters of the output so far that come after it."""
+        parts.content += content
+        if self.spans is not None:
+            end = self._num_chars - num_behind
+            self.spans.add(end - len(content), end)
 
     def _step(self, text: str, parts: _Parts) -> str | None:
         """Take text in the present state; returns what the next state has to take."""
@@ -131,18 +151,18 @@ class OutputParser:
 
     def _content(self, text: str, parts: _Parts) -> str | None:
         if self._calls is None:
-            parts.content += text
+            self._add_content(text, parts)
             return None
         start = text.find(CALL_OPEN)
         if start >= 0:
             content = text[:start].rstrip()
             self._gap = text[len(content) : start]
-            parts.content += content
+            self._add_content(content, parts, len(text) - len(content))
             self._state = _State.CALL
             return text[start + len(CALL_OPEN) :]
         certain = text[: hold_from(text, CALL_OPEN)].rstrip()
         self._held = text[len(certain) :]
-        parts.content += certain
+        self._add_content(certain, parts, len(self._held))
         return None
 
     def _call(self, text: str, parts: _Parts) -> str | None:
@@ -157,7 +177,7 @@ class OutputParser:
             self._state = _State.AFTER_TAG
         else:
             self._state = _State.CONTENT
-            parts.content += self._gap + CALL_OPEN
+            self._add_content(self._gap + CALL_OPEN, parts, len(step.rest))
         self._gap = ""
         return step.rest
 

@@ -90,18 +90,23 @@ class LogprobWriter:
 
     def chat(self, tokens: Iterable[OutputToken]) -> JsonReply:
         """The shape of chat completions."""
-        return {
-            "content": [
-                {
-                    **self._entry(token.id, token.logprobs.logprob),
-                    "top_logprobs": [
-                        self._entry(token_id, logprob) for token_id, logprob in token.logprobs.top
-                    ],
-                }
-                for token in tokens
-            ],
-            "refusal": None,
-        }
+        return {"content": self._entries(tokens, no_bytes=None), "refusal": None}
+
+    def response(self, tokens: Iterable[OutputToken]) -> list[JsonReply]:
+        """The shape of responses, where bytes are never null."""
+        return self._entries(tokens, no_bytes=[])
+
+    def _entries(self, tokens: Iterable[OutputToken], *, no_bytes: object) -> list[JsonReply]:
+        return [
+            {
+                **self._entry(token.id, token.logprobs.logprob, no_bytes),
+                "top_logprobs": [
+                    self._entry(token_id, logprob, no_bytes)
+                    for token_id, logprob in token.logprobs.top
+                ],
+            }
+            for token in tokens
+        ]
 
     def completion(self, tokens: Sequence[OutputToken]) -> JsonReply:
         """The shape of completions."""
@@ -116,12 +121,12 @@ class LogprobWriter:
             "text_offset": [token.text_offset for token in tokens],
         }
 
-    def _entry(self, token_id: int, logprob: float) -> JsonReply:
+    def _entry(self, token_id: int, logprob: float, no_bytes: object) -> JsonReply:
         data = self._tokenizer.token_bytes(token_id)
         return {
             "token": self._tokenizer.token_text(token_id),
             "logprob": max(logprob, -9999.0),
-            "bytes": list(data) if data else None,
+            "bytes": list(data) if data else no_bytes,
         }
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import orjson
 
 from gateway.blocks import Block, BlockKind, Blocks, Closed, Grew, Opened
+from gateway.content_tokens import ContentTokens
 from gateway.replies import new_id
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from gateway.errors import ErrorReply
     from gateway.fields import JsonObject
     from gateway.generation import ChoiceDelta, Generation
-    from gateway.replies import JsonReply
+    from gateway.replies import JsonReply, LogprobWriter
 
 _ITEM_PREFIX = {BlockKind.THOUGHT: "rs_", BlockKind.TEXT: "msg_", BlockKind.CALL: "fc_"}
 
@@ -23,7 +24,17 @@ _ITEM_PREFIX = {BlockKind.THOUGHT: "rs_", BlockKind.TEXT: "msg_", BlockKind.CALL
 class ResponseWriter:
     """One answer: give it every delta, then ask for the whole, or send what it makes of each."""
 
-    def __init__(self, model: str, echo: JsonObject, generation: Generation) -> None:
+    def __init__(
+        self, model: str, echo: JsonObject, generation: Generation, logprobs: LogprobWriter | None
+    ) -> None:
+        """logprobs: spells the text's log-probabilities; None when they were not asked for."""
+        spans = generation.choices[0].content_spans
+        self._logprobs = logprobs
+        self._tokens = None if logprobs is None or spans is None else ContentTokens(spans)
+        self._entries: dict[int, list[JsonReply]] = {}
+        """Log-probabilities by block."""
+        self._new_entries: list[JsonReply] = []
+        """... of the text that is about to be told."""
         self._id = new_id("resp_")
         self._created = int(time.time())
         self._model = model
@@ -37,7 +48,18 @@ class ResponseWriter:
         events = self._blocks.push(delta)
         for block in self._blocks.blocks[len(self._item_ids) :]:
             self._item_ids.append(new_id(_ITEM_PREFIX[block.kind]))
+        if self._logprobs is not None and self._tokens is not None:
+            is_last = delta.finish_reason is not None
+            tokens = self._tokens.push(delta.tokens, is_last=is_last)
+            self._keep(self._logprobs.response(tokens))
         return events
+
+    def _keep(self, entries: list[JsonReply]) -> None:
+        """Log-probabilities of the last text."""
+        texts = [block for block in self._blocks.blocks if block.kind is BlockKind.TEXT]
+        if texts:
+            self._entries.setdefault(texts[-1].index, []).extend(entries)
+        self._new_entries += entries
 
     def whole(self) -> JsonReply:
         """The response, when every delta has been added."""
@@ -108,7 +130,7 @@ class ResponseWriter:
         """An output item; in progress it is still empty."""
         item: JsonReply = {"id": self._item_ids[block.index], "status": status}
         is_empty = status == "in_progress"
-        parts = [] if is_empty else [_part(block, block.text)]
+        parts = [] if is_empty else [self._part(block, block.text)]
         match block.kind:
             case BlockKind.THOUGHT:
                 return {**item, "type": "reasoning", "summary": [], "content": parts}
@@ -137,14 +159,16 @@ class ResponseWriter:
         added = self._event("response.output_item.added", output_index=block.index, item=item)
         if block.kind is BlockKind.CALL:
             return added
-        return added + self._part_event("added", block, part=_part(block, ""))
+        return added + self._part_event("added", block, part=self._part(block, ""))
 
     def _grew(self, block: Block, piece: str) -> bytes:
         match block.kind:
             case BlockKind.THOUGHT:
                 return self._inner("response.reasoning_text.delta", block, delta=piece)
             case BlockKind.TEXT:
-                return self._inner("response.output_text.delta", block, delta=piece, logprobs=[])
+                entries, self._new_entries = self._new_entries, []
+                kind = "response.output_text.delta"
+                return self._inner(kind, block, delta=piece, logprobs=entries)
             case BlockKind.CALL:
                 return self._outer("response.function_call_arguments.delta", block, delta=piece)
 
@@ -153,10 +177,12 @@ class ResponseWriter:
         match block.kind:
             case BlockKind.THOUGHT:
                 done = self._inner("response.reasoning_text.done", block, text=text)
-                done += self._part_event("done", block, part=_part(block, text))
+                done += self._part_event("done", block, part=self._part(block, text))
             case BlockKind.TEXT:
-                done = self._inner("response.output_text.done", block, text=text, logprobs=[])
-                done += self._part_event("done", block, part=_part(block, text))
+                entries = self._entries.get(block.index, [])
+                kind = "response.output_text.done"
+                done = self._inner(kind, block, text=text, logprobs=entries)
+                done += self._part_event("done", block, part=self._part(block, text))
             case BlockKind.CALL:
                 kind = "response.function_call_arguments.done"
                 done = self._outer(kind, block, name=block.name, arguments=text)
@@ -180,8 +206,8 @@ class ResponseWriter:
         self._num_events += 1
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps(payload))
 
-
-def _part(block: Block, text: str) -> JsonReply:
-    if block.kind is BlockKind.THOUGHT:
-        return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    def _part(self, block: Block, text: str) -> JsonReply:
+        if block.kind is BlockKind.THOUGHT:
+            return {"type": "reasoning_text", "text": text}
+        entries = self._entries.get(block.index, []) if text else []
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": entries}

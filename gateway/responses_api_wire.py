@@ -13,6 +13,7 @@ from gateway.chat_messages import parse_arguments
 from gateway.fields import Fields, JsonObject, as_array, as_object, describe, refuse
 from gateway.renaming import renamed
 from gateway.wire import MAX_TOKENS, parse_body, read_chat
+from scheduler.messages import MAX_TOP_LOGPROBS
 
 if TYPE_CHECKING:
     from gateway.wire import ChatRequest
@@ -49,6 +50,7 @@ _NAMES = {
     "messages": "input",
     "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
+    "logprobs": "include",
     "verbosity": "text.verbosity",
 }
 _OFF: dict[str, tuple[object, ...]] = {
@@ -60,7 +62,6 @@ _OFF: dict[str, tuple[object, ...]] = {
     "previous_response_id": (),
     "prompt": (),
     "store": (False,),
-    "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
 _REASONS = {
@@ -68,6 +69,11 @@ _REASONS = {
     "conversation": "cannot be honoured: this server keeps no conversations; send this one in input",
     "store": "must be false: this server keeps no responses",
 }
+_LOGPROBS = "message.output_text.logprobs"
+_INCLUDED = (
+    "reasoning.encrypted_content",  # the thought is in the answer as it is: there is nothing to encrypt
+    _LOGPROBS,
+)
 _ECHOED = ("instructions", "max_output_tokens", "metadata", "temperature", "top_p", "tools")
 
 
@@ -91,6 +97,7 @@ def parse_response(body: bytes) -> ResponseRequest:
     chat["messages"] = _messages(fields)
     chat["tools"] = [_tool(item) for item in fields.objects("tools")]
     chat["tool_choice"] = _tool_choice(fields)
+    chat |= _logprobs(fields)
     if (reasoning := fields.object("reasoning")) is not None:
         chat["reasoning_effort"] = reasoning.get("effort")
     if (text := fields.object("text")) is not None:
@@ -106,10 +113,19 @@ def _refuse_unsupported(fields: Fields) -> None:
         if value is not None and not any(type(value) is type(x) and value == x for x in off):
             default = f"is not supported by this server; found {describe(value)}"
             refuse(name, _REASONS.get(name, default))
-    for index, item in enumerate(fields.array("include") or []):
-        # The thought is in the answer as it is: there is nothing to encrypt.
-        if item != "reasoning.encrypted_content":
+
+
+def _logprobs(fields: Fields) -> JsonObject:
+    included = fields.array("include") or []
+    for index, item in enumerate(included):
+        if item not in _INCLUDED:
             refuse(f"include[{index}]", f"is not supported by this server; found {describe(item)}")
+    top = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
+    if _LOGPROBS in included:
+        return {"logprobs": True, "top_logprobs": top}
+    if top:
+        refuse("top_logprobs", f"needs {_LOGPROBS!r} in include")
+    return {}
 
 
 def _echo(fields: Fields) -> JsonObject:
@@ -118,6 +134,7 @@ def _echo(fields: Fields) -> JsonObject:
     return {
         **{name: fields.get(name) for name in _ECHOED},
         "metadata": {} if metadata is None else metadata.values,
+        "top_logprobs": fields.get("top_logprobs") or 0,
         "reasoning": {
             "effort": None if reasoning is None else reasoning.get("effort"),
             "summary": None,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tests.conformance.live import Live
 
 PATH = "/v1/responses"
+LOGPROBS = "message.output_text.logprobs"
 TOOL: FunctionToolParam = {
     "type": "function",
     "name": "get_weather",
@@ -160,6 +161,49 @@ async def test_a_conversation_is_the_prompt_that_chat_makes_of_it() -> None:
     assert asked.json()["usage"]["input_tokens"] == chatted.json()["usage"]["prompt_tokens"]
 
 
+SAYS = (
+    "<think>\nWhere?\n</think>\n\nLet mé look 😀 <tool_cal x" + CALLS[CALLS.index("<tool_call>") :]
+)
+
+
+@pytest.mark.parametrize("spec", [0, 4])
+async def test_logprobs_are_those_of_the_text(spec: int) -> None:
+    async with live_server(says(SAYS)) as live, client_of(live) as client:
+        asked: Any = {
+            "model": MODEL,
+            "input": "Hello",
+            "tools": [TOOL],
+            "include": [LOGPROBS],
+            "top_logprobs": 2,
+            "extra_body": {"spec": spec},
+        }
+        answer = await client.responses.create(**asked)
+        async with client.responses.stream(**asked) as stream:
+            events: list[Any] = [event.to_dict(warnings=False) async for event in stream]
+            final = await stream.get_final_response()
+        plain = await client.responses.create(model=MODEL, input="Hello", tools=[TOOL])
+    text = "Let mé look 😀 <tool_cal x"
+    parts: list[Any] = [
+        response.to_dict()["output"][1]["content"][0]  # type: ignore[index]
+        for response in (answer, final)
+    ]
+    logprobs = parts[0]["logprobs"]
+    assert parts[1]["logprobs"] == logprobs
+    # The first token may have the line ends behind the thought as well.
+    said = bytes(byte for entry in logprobs for byte in entry["bytes"]).decode()
+    assert said.strip() == text
+    for entry in logprobs:
+        assert set(entry) == {"token", "logprob", "bytes", "top_logprobs"}
+        assert len(entry["top_logprobs"]) == 2
+    deltas = [e["logprobs"] for e in events if e["type"] == "response.output_text.delta"]
+    assert [entry for delta in deltas for entry in delta] == logprobs
+    (done,) = [e for e in events if e["type"] == "response.output_text.done"]
+    assert done["logprobs"] == logprobs
+    assert answer.to_dict()["top_logprobs"] == 2
+    unasked: Any = plain.to_dict()["output"]
+    assert unasked[1]["content"][0]["logprobs"] == []
+
+
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(
     ("fields", "param"),
@@ -186,7 +230,10 @@ async def test_a_conversation_is_the_prompt_that_chat_makes_of_it() -> None:
         ({"store": True}, "store"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
-        ({"include": ["message.output_text.logprobs"]}, "include[0]"),
+        ({"include": ["file_search_call.results"]}, "include[0]"),
+        ({"include": [LOGPROBS], "top_logprobs": 21}, "top_logprobs"),
+        ({"include": [LOGPROBS], "top_logprobs": True}, "top_logprobs"),
+        ({"top_logprobs": 1}, "top_logprobs"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": -1}, "temperature"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),

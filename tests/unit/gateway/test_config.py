@@ -109,7 +109,6 @@ def test_a_fault_of_the_programme_keeps_its_traceback(monkeypatch: pytest.Monkey
     assert isinstance(runner.invoke(cli.app, ["serve"]).exception, RuntimeError)
 
 
-
 def test_options_arrive(started: list[AppConfig], tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("ann:k1\n")
