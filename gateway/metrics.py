@@ -49,6 +49,12 @@ class Metrics:
             "Prompt tokens of accepted requests.",
             registry=self._registry,
         )
+        self._request_tokens = Counter(
+            "stratagate_request_tokens",
+            "Tokens of ended requests by outcome; kind is prompt, or completion: what was delivered.",
+            ("outcome", "kind"),
+            registry=self._registry,
+        )
         self._ttft = Histogram(
             "stratagate_time_to_first_token_seconds",
             "From the request's arrival to its first output token.",
@@ -66,9 +72,13 @@ class Metrics:
             registry=self._registry,
         )
 
-    def request_ended(self, endpoint: str, outcome: str) -> None:
+    def request_ended(
+        self, endpoint: str, outcome: str, prompt_tokens: int, completion_tokens: int
+    ) -> None:
         """Count a request once, however it ended."""
         self._requests.labels(endpoint, outcome).inc()
+        self._request_tokens.labels(outcome, "prompt").inc(prompt_tokens)
+        self._request_tokens.labels(outcome, "completion").inc(completion_tokens)
 
     def prompt_accepted(self, num_tokens: int) -> None:
         self._prompt_tokens.inc(num_tokens)
@@ -134,9 +144,12 @@ class Meter:
         self._now = now
         self._arrived_s = now()
         self._last_s: float | None = None
+        self._prompt_tokens = 0
+        self._completion_tokens = 0
         self._is_counted = False
 
     def accepted(self, prompt_tokens: int) -> None:
+        self._prompt_tokens += prompt_tokens
         if self._allowance is not None:
             self._allowance.charge(prompt_tokens)
         self._metrics.prompt_accepted(prompt_tokens)
@@ -145,6 +158,7 @@ class Meter:
         """Called for every delta with the tokens it brought."""
         if num_tokens == 0:
             return
+        self._completion_tokens += num_tokens
         if self._allowance is not None:
             self._allowance.charge(num_tokens)
         now_s = self._now()
@@ -160,7 +174,9 @@ class Meter:
         if self._is_counted:
             return
         self._is_counted = True
-        self._metrics.request_ended(self._endpoint, outcome)
+        self._metrics.request_ended(
+            self._endpoint, outcome, self._prompt_tokens, self._completion_tokens
+        )
         self._metrics.request_took(self._now() - self._arrived_s)
 
     def failed(self, error: BaseException) -> None:

@@ -171,6 +171,12 @@ async def test_metrics_count_requests_tokens_and_drafts() -> None:
     assert values['stratagate_requests_total{endpoint="chat",outcome="stop"}'] == "2.0"
     assert values['stratagate_requests_total{endpoint="chat",outcome="invalid_value"}'] == "1.0"
     assert values['stratagate_requests_total{endpoint="completions",outcome="length"}'] == "1.0"
+    tokens = 'stratagate_request_tokens_total{kind="completion",outcome="%s"}'
+    assert float(values[tokens % "stop"]) == count - 1
+    assert float(values[tokens % "length"]) == 1
+    assert float(values[tokens % "invalid_value"]) == 0
+    prompts = re.findall(r'request_tokens_total{kind="prompt".*} (.*)', text)
+    assert sum(map(float, prompts)) == float(values["stratagate_prompt_tokens_total"]) > 0
     assert values["stratagate_time_to_first_token_seconds_count"] == "3.0"
     assert float(values["stratagate_inter_token_seconds_count"]) > 0
     assert float(values['stratagate_drafts_offered_total{depth="1"}']) > 0
