@@ -34,6 +34,14 @@ class FileRange:
     num_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class StoredForm:
+    """Type and size of a tensor as stored."""
+
+    type_name: str
+    num_bytes: int
+
+
 class TensorSource(Protocol):
     """Stored tensors by Hugging Face name. All methods raise WeightMismatch naming tensor, found and required."""
 
@@ -64,6 +72,10 @@ class TensorSource(Protocol):
 
     def file_range(self, name: str) -> FileRange | None:
         """The bytes of a tensor stored as get() gives it, in one piece; None when there is no such piece."""
+        ...
+
+    def stored(self, name: str) -> StoredForm:
+        """How the tensor lies in its file, scales included. Reads no data."""
         ...
 
     def close(self) -> None:

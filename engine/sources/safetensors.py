@@ -10,6 +10,7 @@ Quantised forms, told by dtype and by the scale beside the tensor NAME:
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack
@@ -21,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import WeightMismatch
-from engine.sources.base import FileRange, RowCodes
+from engine.sources.base import FileRange, RowCodes, StoredForm
 
 FP8_BLOCK = 128
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -31,6 +32,7 @@ _ROW_SCALE = "_scale"
 _BLOCK_SCALE = "_scale_inv"
 _INT8 = "I8"
 _FP8 = "F8_E4M3"
+_ELEMENT_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, _INT8: 1, _FP8: 1}
 _SHARD = re.compile(r"\.shard_\d+\.weight$")
 
 
@@ -94,6 +96,15 @@ class SafetensorsSource:
         first, end = entry["data_offsets"]
         return FileRange(path=path, offset=start + first, num_bytes=end - first)
 
+    def stored(self, name: str) -> StoredForm:
+        slice_ = self._slice(name)
+        num_bytes = self._num_bytes(name)
+        scale = self._scales.get(name)
+        # The one scale of a table counts with its table only when the table is one tensor.
+        if scale is not None and scale.startswith(name):
+            num_bytes += self._num_bytes(scale)
+        return StoredForm(slice_.get_dtype(), num_bytes)
+
     def _open(self, file: Path) -> None:
         try:
             handle: Any = self._stack.enter_context(safe_open(file, framework="pt", device="cpu"))
@@ -109,6 +120,14 @@ class SafetensorsSource:
         if name not in self._files:
             raise WeightMismatch(f"{name}: found no such tensor, required by the model's config")
         return self._files[name].get_slice(name)
+
+    def _num_bytes(self, name: str) -> int:
+        slice_ = self._slice(name)
+        size = _ELEMENT_BYTES.get(slice_.get_dtype())
+        if size is None:
+            known = ", ".join(_ELEMENT_BYTES)
+            raise WeightMismatch(f"{name}: found {slice_.get_dtype()}, required one of {known}")
+        return math.prod(slice_.get_shape()) * size
 
     def _scale_of(self, name: str) -> str | None:
         """The tensor that holds the scales of a quantised one, if it is there."""

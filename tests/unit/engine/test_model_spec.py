@@ -12,47 +12,11 @@ from engine.errors import ConfigMismatch
 from engine.memory_plan import weight_bytes
 from engine.model_spec import ModelSpec, spec_from_config
 from engine.state import state_shapes
+from tests.unit.engine.real_config import REAL_TEXT_CONFIG
 
 REAL: dict[str, Any] = {
-    "model_type": "qwen4_exp_text",
-    "vocab_size": 248320,
-    "hidden_size": 2560,
-    "num_hidden_layers": 48,
-    "full_attention_interval": 4,
+    **REAL_TEXT_CONFIG,
     "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 12,
-    "num_attention_heads": 24,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "max_position_embeddings": 262144,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "output_gate_type": "sigmoid",
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 48,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-    "num_experts": 512,
-    "num_experts_per_tok": 10,
-    "moe_intermediate_size": 640,
-    "shared_expert_intermediate_size": 640,
-    "hc_count": 4,
-    "hc_lowrank": 320,
-    "indexer_n_heads": 4,
-    "indexer_kv_heads": 1,
-    "indexer_head_dim": 128,
-    "indexer_budget": 2048,
-    "indexer_compress_ratio": 4,
-    "ple_layer_ids": [2],
-    "ple_embed_dim": 2560,
-    "split_ngram_parts": 128,
-    "eos_token_id": 248044,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 1e7,
-        "partial_rotary_factor": 0.25,
-    },
-    "mtp_num_hidden_layers": 1,
 }
 
 
