@@ -31,6 +31,7 @@ from gateway.config import (
     number,
 )
 from gateway.errors import ConfigError
+from gateway.model_commands import add_model_commands
 from scheduler.messages import MAX_SLOTS, MAX_SPEC
 
 if TYPE_CHECKING:
@@ -306,3 +307,6 @@ def serve(
     from gateway.server import run_server
 
     raise typer.Exit(run_server(config, version()))
+
+
+add_model_commands(app)

@@ -1,0 +1,42 @@
+"""Commands on models: each runs in a process of its own, `python -m engine.tools`, so that nothing here loads tensors.
+
+Options and help belong to that process; here stand only the names and what the overview says of them.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import typer
+
+COMMANDS = {
+    "inspect": "Print a model's geometry, its parameters and bytes by part, and the state of a sequence.",
+}
+
+
+def add_model_commands(app: typer.Typer) -> None:
+    """Give the command line every command of COMMANDS."""
+    for name, text in COMMANDS.items():
+        app.command(
+            name,
+            help=text,
+            add_help_option=False,
+            context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+        )(_hand_over)
+
+
+def _hand_over(context: typer.Context) -> None:
+    root = str(Path(__file__).resolve().parents[1])
+    inherited = os.environ.get("PYTHONPATH")
+    paths = os.pathsep.join((root, inherited) if inherited else (root,))
+    command = (sys.executable, "-P", "-m", "engine.tools", str(context.info_name), *context.args)
+    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": paths})
+    while True:
+        try:
+            raise typer.Exit(process.wait())
+        except KeyboardInterrupt:
+            # The terminal has sent it to both; the command decides how it ends.
+            continue
