@@ -1,7 +1,8 @@
 """The seam between scheduler and engine: frozen messages of ids and numbers, and the Engine protocol.
 
 Holds no tensor and imports no torch, so that messages can cross a process border (product.md D5).
-A *slot* is a seat in the batch; a *window* is one draft, verify, accept round over all slots.
+A *slot* is a seat in the batch; a *window* is one draft, verify, accept round over all slots. Messages made for every
+slot of every window are Structs, which are made and read ten times as fast as frozen dataclasses.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
+
+from msgspec import Struct
 
 MAX_SPEC = 4
 """Longest draft chain: a verify window has at most MAX_SPEC + 1 rows per slot (product.md D1)."""
@@ -140,8 +143,7 @@ class PrefillChunk:
     """Keep the running state after this piece under a new id."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeStep:
+class DecodeStep(Struct, frozen=True, kw_only=True):
     """Draft at most `max_draft` tokens for a slot and verify them together with its last sampled token.
 
     The chain ends before the first draft whose draft-layer probability is below `spec_min_p`. The result has
@@ -187,8 +189,7 @@ class WindowPlan:
     decodes: tuple[DecodeStep, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLogprobs:
+class TokenLogprobs(Struct, frozen=True, kw_only=True):
     """Log-probabilities of one row under the softmax of the unprocessed logits."""
 
     logprob: float
@@ -197,8 +198,7 @@ class TokenLogprobs:
     """(id, logprob) of the best alternatives, best first."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlotTokens:
+class SlotTokens(Struct, frozen=True, kw_only=True):
     """New output tokens of one slot: accepted drafts, then the target's own next pick (the bonus)."""
 
     slot: int
@@ -220,8 +220,7 @@ class SlotFailure:
     message: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WindowTimes:
+class WindowTimes(Struct, frozen=True, kw_only=True):
     """Wall-clock seconds of the parts of a window, for adapting depth and share."""
 
     prefill_s: float

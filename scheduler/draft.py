@@ -5,11 +5,10 @@ It decides cost alone: the engine's output does not depend on the depth (product
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from itertools import accumulate
-from math import prod
 from operator import mul
+
+from msgspec import Struct
 
 from engine.interface import MAX_SPEC, WindowTimes
 
@@ -19,16 +18,18 @@ _ACCEPTANCE_DECAY = 0.98
 _COST_DECAY = 0.99
 _LONGEST_TIMES_EXPECTED = 2.0
 """A time counts as at most so many times the expected one: other load on the machine says nothing about a row."""
+_SHORTEST_S = 1e-12
 EXPLORE_EVERY = 16
 """Each so many steps a slot drafts as deep as it may, so that a depth once given up is measured again."""
 
 Depths = tuple[float, ...]
 """One number per chain depth, 1 to MAX_SPEC."""
 _ZEROS: Depths = (0.0,) * MAX_SPEC
+_CERTAIN: Depths = (1.0,) * MAX_SPEC
+_PRIOR_RATES: Depths = (_PRIOR_RATE,) * MAX_SPEC
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Acceptance:
+class Acceptance(Struct, frozen=True, kw_only=True):
     """Decayed counts by depth of how chains went."""
 
     allowed: Depths = _ZEROS
@@ -44,43 +45,44 @@ class Acceptance:
         """Counts after one more decode step."""
         if max_draft == 0:
             return self
-        depths = range(1, MAX_SPEC + 1)
-        allowed = [depth <= max_draft for depth in depths]
-        tried = [depth <= max_draft and num_accepted >= depth - 1 for depth in depths]
+        num_tried = min(max_draft, num_accepted + 1)
         return Acceptance(
-            allowed=_count(self.allowed, allowed, allowed),
-            drafted=_count(self.drafted, allowed, [num_drafted >= depth for depth in depths]),
-            tried=_count(self.tried, tried, tried),
-            accepted=_count(self.accepted, tried, [num_accepted >= depth for depth in depths]),
+            allowed=_count(self.allowed, max_draft, max_draft),
+            drafted=_count(self.drafted, max_draft, num_drafted),
+            tried=_count(self.tried, num_tried, num_tried),
+            accepted=_count(self.accepted, num_tried, num_accepted),
         )
 
     def survival(self, everyone: Acceptance) -> Depths:
         """P(the first d drafts are all accepted), leaning on everyone's rates while this sequence is young."""
-        prior = _rates(everyone.accepted, everyone.tried, (_PRIOR_RATE,) * MAX_SPEC)
+        prior = _rates(everyone.accepted, everyone.tried, _PRIOR_RATES)
         return tuple(accumulate(_rates(self.accepted, self.tried, prior), mul))
 
     def reach(self, everyone: Acceptance) -> Depths:
         """P(draft d is made when allowed)."""
-        prior = _rates(everyone.drafted, everyone.allowed, (1.0,) * MAX_SPEC)
+        prior = _rates(everyone.drafted, everyone.allowed, _CERTAIN)
         return _rates(self.drafted, self.allowed, prior)
 
 
-def _count(counts: Depths, observed: list[bool], happened: list[bool]) -> Depths:
-    return tuple(
-        count * _ACCEPTANCE_DECAY + hit if seen else count
-        for count, seen, hit in zip(counts, observed, happened, strict=True)
-    )
+def _count(counts: Depths, num_seen: int, num_hits: int) -> Depths:
+    """Counts after an observation of the first num_seen depths, of which the first num_hits happened."""
+    fresh = list(counts)
+    for index in range(num_seen):
+        fresh[index] = counts[index] * _ACCEPTANCE_DECAY + (index < num_hits)
+    return tuple(fresh)
 
 
 def _rates(hits: Depths, tries: Depths, prior: Depths) -> Depths:
+    weight = _PRIOR_WEIGHT
     return tuple(
-        (hit + _PRIOR_WEIGHT * expected) / (tried + _PRIOR_WEIGHT)
-        for hit, tried, expected in zip(hits, tries, prior, strict=True)
+        [
+            (hit + weight * expected) / (tried + weight)
+            for hit, tried, expected in zip(hits, tries, prior, strict=True)
+        ]
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CostLine:
+class CostLine(Struct, frozen=True, kw_only=True):
     """Seconds as base_s + slope_s * amount: decayed least squares.
 
     It leans on the prior share as if on some windows whose amounts differ by one, until real ones outweigh them.
@@ -101,29 +103,33 @@ class CostLine:
     @property
     def slope_s(self) -> float:
         """Never negative, and never so steep that the base would be."""
+        return self.fit()[1]
+
+    @property
+    def base_s(self) -> float:
+        return self.fit()[0]
+
+    def fit(self) -> tuple[float, float]:
+        """(base_s, slope_s)."""
         if not self.is_measured:
-            return 0.0
+            return 0.0, 0.0
         mean, mean_s = self.sum_amount / self.weight, self.sum_s / self.weight
         prior_s = self.prior_share * mean_s / (1.0 + self.prior_share * mean)
         variance = self.sum_amount_squared / self.weight - mean**2
         covariance = self.sum_amount_s / self.weight - mean * mean_s
         lean = _PRIOR_WEIGHT / self.weight
         slope_s = max(0.0, (covariance + lean * prior_s) / (variance + lean))
-        return min(slope_s, mean_s / mean) if mean > 0.0 else slope_s
-
-    @property
-    def base_s(self) -> float:
-        if not self.is_measured:
-            return 0.0
-        return max(0.0, (self.sum_s - self.slope_s * self.sum_amount) / self.weight)
+        if mean > 0.0:
+            slope_s = min(slope_s, mean_s / mean)
+        return max(0.0, (self.sum_s - slope_s * self.sum_amount) / self.weight), slope_s
 
     def observe(self, amount: int, seconds: float) -> CostLine:
         """The line after one more window."""
         if self.is_measured:
-            expected_s = self.base_s + self.slope_s * amount
-            seconds = min(seconds, _LONGEST_TIMES_EXPECTED * expected_s)
-        return replace(
-            self,
+            base_s, slope_s = self.fit()
+            seconds = min(seconds, _LONGEST_TIMES_EXPECTED * (base_s + slope_s * amount))
+        return CostLine(
+            prior_share=self.prior_share,
             weight=self.weight * _COST_DECAY + 1.0,
             sum_amount=self.sum_amount * _COST_DECAY + amount,
             sum_amount_squared=self.sum_amount_squared * _COST_DECAY + amount**2,
@@ -132,8 +138,7 @@ class CostLine:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WindowCosts:
+class WindowCosts(Struct, frozen=True, kw_only=True):
     """What windows were measured to cost."""
 
     verify: CostLine = CostLine(prior_share=0.05)
@@ -146,13 +151,11 @@ class WindowCosts:
     ) -> WindowCosts:
         """Costs after one more window with decode steps; uses_drafts: the draft layer ran at all."""
         verify = self.verify.observe(num_rows, times.verify_s)
-        if not uses_drafts:
-            return replace(self, verify=verify)
-        return WindowCosts(verify=verify, draft=self.draft.observe(num_draft_steps, times.draft_s))
+        draft = self.draft.observe(num_draft_steps, times.draft_s) if uses_drafts else self.draft
+        return WindowCosts(verify=verify, draft=draft)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftBid:
+class DraftBid(Struct, frozen=True, kw_only=True):
     """A slot that will decode, and what its drafts are worth."""
 
     cap: int
@@ -169,50 +172,61 @@ NO_DRAFTS = DraftBid(cap=0, survival=_ZEROS, reach=_ZEROS)
 def choose_depths(bids: tuple[DraftBid, ...], costs: WindowCosts) -> tuple[int, ...]:
     """One depth per bid, together giving the most expected tokens per second.
 
-    Each row of the draft layer is shared by the batch, so every longest chain is tried; below it, rows are added
+    Each step of the draft layer is shared by the batch, so every longest chain is tried; below it, rows are added
     from the likeliest down while they raise the rate.
     """
-    caps = tuple(bid.cap for bid in bids)
+    caps = tuple([bid.cap for bid in bids])
     if not costs.verify.is_measured or not any(caps):
         return caps
-    candidates = [_fill(bids, costs, longest) for longest in range(max(caps, default=0) + 1)]
-    _, depths = max(candidates, key=lambda candidate: candidate[0])
-    return tuple(bid.cap if bid.explore else depth for bid, depth in zip(bids, depths, strict=True))
+    verify_base_s, row_s = costs.verify.fit()
+    seconds, step_s = costs.draft.fit()
+    seconds += verify_base_s + row_s * len(bids)
+    rows = _rows(bids)
+    best, best_rate = [0] * len(bids), len(bids) / max(seconds, _SHORTEST_S)
+    for longest in range(1, max(caps) + 1):
+        seconds += step_s * _step_share(bids, longest)
+        rate, depths = _fill(bids, [row for row in rows if row[1] <= longest], seconds, row_s)
+        if rate > best_rate:
+            best, best_rate = depths, rate
+    return tuple([bid.cap if bid.explore else best[index] for index, bid in enumerate(bids)])
 
 
-def _fill(bids: tuple[DraftBid, ...], costs: WindowCosts, longest: int) -> tuple[float, list[int]]:
-    """(tokens per second, depths) of the best window whose chains are at most `longest`."""
-    tokens, slope_s = float(len(bids)), costs.verify.slope_s
-    seconds = (
-        costs.verify.base_s
-        + slope_s * len(bids)
-        + costs.draft.base_s
-        + costs.draft.slope_s * _num_steps(bids, longest)
-    )
+_Row = tuple[float, int, int]
+"""A possible draft row: P(kept), depth, bid."""
+
+
+def _fill(
+    bids: tuple[DraftBid, ...], rows: list[_Row], seconds: float, row_s: float
+) -> tuple[float, list[int]]:
+    """(tokens per second, depths) of the best window of these rows; `seconds`: without any of them."""
+    tokens = float(len(bids))
     depths = [0] * len(bids)
-    for survival, depth, index in _rows(bids, longest):
-        row_s = slope_s * bids[index].reach[depth - 1]
-        worth = (tokens + survival) * seconds > tokens * (seconds + row_s)
-        if worth and depths[index] == depth - 1:
+    for survival, depth, index in rows:
+        if depths[index] != depth - 1:
+            continue
+        cost_s = row_s * bids[index].reach[depth - 1]
+        if (tokens + survival) * seconds > tokens * (seconds + cost_s):
             depths[index] = depth
-            tokens, seconds = tokens + survival, seconds + row_s
-    return tokens / max(seconds, 1e-12), depths
+            tokens += survival
+            seconds += cost_s
+    return tokens / max(seconds, _SHORTEST_S), depths
 
 
-def _num_steps(bids: tuple[DraftBid, ...], longest: int) -> float:
-    """Expected steps of the draft layer: step d runs when any slot's chain was not ended before draft d."""
-    num_steps = 0.0
-    for depth in range(longest):
-        ended = (1.0 - (1.0, *bid.reach)[depth] for bid in bids if bid.cap > depth)
-        num_steps += 1.0 - prod(ended)
-    return num_steps
+def _step_share(bids: tuple[DraftBid, ...], depth: int) -> float:
+    """P(the draft layer runs for draft `depth`): when any chain so long was not ended before it."""
+    ended = 1.0
+    for bid in bids:
+        if bid.cap >= depth:
+            ended *= 1.0 - (bid.reach[depth - 2] if depth > 1 else 1.0)
+    return 1.0 - ended
 
 
-def _rows(bids: tuple[DraftBid, ...], longest: int) -> Iterable[tuple[float, int, int]]:
-    """(P(kept), depth, bid) of every possible draft row, likeliest first; a chain's rows stay in order."""
+def _rows(bids: tuple[DraftBid, ...]) -> list[_Row]:
+    """Every possible draft row, likeliest first; a chain's rows stay in order."""
     rows = [
-        (bid.survival[depth - 1], depth, index)
+        (-survival, depth, index)
         for index, bid in enumerate(bids)
-        for depth in range(1, min(bid.cap, longest) + 1)
+        for depth, survival in enumerate(bid.survival[: bid.cap], start=1)
     ]
-    return sorted(rows, key=lambda row: (-row[0], row[1]))
+    rows.sort()
+    return [(-survival, depth, index) for survival, depth, index in rows]

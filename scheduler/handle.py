@@ -1,17 +1,19 @@
-"""RequestHandle: the caller's end of one request. The loop puts events in, the caller iterates or cancels."""
+"""RequestHandle: the caller's end of one request. The loop puts events in, the caller listens, iterates or cancels."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 from scheduler.messages import Failed, Finished, GenerateRequest, TokenEvent, Usage
 
 
 class RequestHandle(AsyncIterator[TokenEvent]):
-    """Async iterator of a request's events, for one consumer.
+    """A request's events, for one consumer: by a callback, or as an async iterator.
 
-    It ends after exactly one Finished or Failed, or at once when cancelled. Events that nobody reads are bounded by
+    They end with exactly one Finished or Failed, or at once when cancelled. Events that nobody reads are bounded by
     the request's max_tokens. Cancelling a pending `anext` loses no event. Times are on the scheduler's clock.
     """
 
@@ -27,10 +29,11 @@ class RequestHandle(AsyncIterator[TokenEvent]):
         """When its Finished or Failed was published, or it was cancelled."""
         self.usage: Usage | None = None
         """What it had cost when it was cancelled; one that ends by itself says so in its Finished."""
-        self._events: asyncio.Queue[TokenEvent | None] = asyncio.Queue()
+        self._events: deque[TokenEvent] = deque()
+        self._notify: Callable[[], object] | None = None
+        """Says to the consumer that there are events; None while it knows, or is not there."""
         self._on_cancel = on_cancel
         self._cancelled = False
-        self._exhausted = False
 
     @property
     def request_id(self) -> str:
@@ -54,27 +57,55 @@ class RequestHandle(AsyncIterator[TokenEvent]):
         if self.ended:
             return
         self._cancelled = True
-        while not self._events.empty():
-            self._events.get_nowait()
-        self._events.put_nowait(None)
+        self._events.clear()
+        self._tell()
         self._on_cancel()
 
+    def listen(self, on_event: Callable[[TokenEvent], None]) -> None:
+        """Have every event, those that wait included, given to `on_event` by the event loop, one call after the other.
+
+        The loop that publishes never runs it itself: the next window is on its way before this one's text is made.
+        """
+        loop = asyncio.get_running_loop()
+
+        def notify() -> None:
+            self._notify = None
+            loop.call_soon(deliver)
+
+        def deliver() -> None:
+            self._notify = notify
+            while self._events:
+                on_event(self._events.popleft())
+
+        self._notify = notify
+        if self._events:
+            notify()
+
     async def __anext__(self) -> TokenEvent:
-        if self._exhausted:
-            raise StopAsyncIteration
-        event = await self._events.get()
-        if event is None:
-            self._exhausted = True
-            raise StopAsyncIteration
-        self._exhausted = isinstance(event, Finished | Failed)
-        return event
+        while not self._events:
+            if self.ended:
+                raise StopAsyncIteration
+            arrived: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._notify = partial(_resolve, arrived)
+            await arrived
+        return self._events.popleft()
 
     def publish(self, event: TokenEvent, now_s: float) -> None:
         """For the loop alone: deliver an event, unless the caller has left or the last one was delivered."""
-        if self.ended:
+        if self._cancelled or self.ended_s is not None:
             return
         if isinstance(event, Finished | Failed):
             self.ended_s = now_s
         elif self.first_token_s is None:
             self.first_token_s = now_s
-        self._events.put_nowait(event)
+        self._events.append(event)
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._notify is not None:
+            self._notify()
+
+
+def _resolve(arrived: asyncio.Future[None]) -> None:
+    if not arrived.done():
+        arrived.set_result(None)

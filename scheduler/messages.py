@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from msgspec import Struct
+
 from engine.interface import (
     MAX_SLOTS,
     MAX_SPEC,
@@ -86,8 +88,7 @@ class Usage:
     """Drafts that were kept."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tokens:
+class Tokens(Struct, frozen=True, kw_only=True):
     """New output ids, in order; a stop id is included."""
 
     token_ids: tuple[int, ...]

@@ -140,7 +140,8 @@ class Roster:
             self._parking.started(self._table[start.slot])
         seated = tuple(self._table)
         events = apply_result(self._table, plan, result)
-        self._park_ended(seated, broken_slots(plan, result).keys())
+        if ended := [slot for slot in seated if slot.sequence.phase is Phase.ENDED]:
+            self._park_ended(ended, broken_slots(plan, result).keys())
         for news in events:
             self._publish(news.sequence, news.event)
 
@@ -210,11 +211,9 @@ class Roster:
         if handle.started_s is None:
             handle.started_s = now_s
 
-    def _park_ended(self, slots: tuple[Slot, ...], broken: Set[int]) -> None:
-        """Park what the slots' sequences that are over have read."""
+    def _park_ended(self, slots: list[Slot], broken: Set[int]) -> None:
+        """Park what the slots' sequences, which are over, have read."""
         for slot in slots:
-            if slot.sequence.phase is not Phase.ENDED:
-                continue
             if slot.index in broken:
                 self._parking.forget(slot.sequence)
             else:

@@ -89,9 +89,10 @@ class SequenceState:
 
     def finish_reason(self) -> FinishReason | None:
         """Why the sequence is over, if it is; a stop id on the last allowed place counts as a stop."""
-        if self.output_ids and self.output_ids[-1] in self.request.sampling.stop_token_ids:
+        output_ids, request = self.output_ids, self.request
+        if output_ids and output_ids[-1] in request.sampling.stop_token_ids:
             return FinishReason.STOP
-        return FinishReason.LENGTH if self.num_wanted_tokens <= 0 else None
+        return FinishReason.LENGTH if len(output_ids) >= request.max_tokens else None
 
     def usage(self) -> Usage:
         return Usage(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from scheduler.sequence import Phase, SequenceState
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
+class Slot(Struct, frozen=True, kw_only=True):
     """A taken seat."""
 
     index: int
@@ -21,37 +21,36 @@ class SlotTable:
 
     def __init__(self, num_slots: int) -> None:
         assert num_slots > 0
-        self._seats: list[SequenceState | None] = [None] * num_slots
+        self._seats: list[Slot | None] = [None] * num_slots
 
     def __len__(self) -> int:
         return len(self._seats)
 
     def __iter__(self) -> Iterator[Slot]:
-        """The taken seats, by index."""
-        for index, sequence in enumerate(self._seats):
-            if sequence is not None:
-                yield Slot(index=index, sequence=sequence)
+        """The seats that are taken now, by index; a snapshot."""
+        return iter([slot for slot in self._seats if slot is not None])
 
     def __getitem__(self, index: int) -> SequenceState:
-        sequence = self._seats[index]
-        assert sequence is not None, f"slot {index} is free"
-        return sequence
+        slot = self._seats[index]
+        assert slot is not None, f"slot {index} is free"
+        return slot.sequence
 
     @property
     def num_free(self) -> int:
         return self._seats.count(None)
 
     def in_phase(self, phase: Phase) -> tuple[Slot, ...]:
-        return tuple(slot for slot in self if slot.sequence.phase is phase)
+        return tuple([slot for slot in self if slot.sequence.phase is phase])
 
     def seat(self, sequence: SequenceState) -> Slot:
         """Give a waiting sequence the first free seat; a suspended one goes on decoding."""
         assert sequence.phase is Phase.WAITING
         index = self._seats.index(None)
-        self._seats[index] = sequence
+        slot = Slot(index=index, sequence=sequence)
+        self._seats[index] = slot
         sequence.phase = Phase.DECODING if sequence.output_ids else Phase.READING
         sequence.is_started = False
-        return Slot(index=index, sequence=sequence)
+        return slot
 
     def release(self, index: int) -> SequenceState:
         """Free a seat for good: its sequence is over."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from msgspec import Struct
+
 from engine.interface import (
     DecodeStep,
     PrefillChunk,
@@ -32,7 +34,6 @@ from scheduler.sequence import Phase, SequenceState
 if TYPE_CHECKING:
     from scheduler.slots import Slot, SlotTable
 
-
 _NO_TOKENS = "the engine gave no tokens for this sequence"
 
 
@@ -55,8 +56,7 @@ class Pace:
     """How drafts of all sequences went."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceEvent:
+class SequenceEvent(Struct, frozen=True, kw_only=True):
     """What to tell one sequence's caller."""
 
     sequence: SequenceState
@@ -72,8 +72,9 @@ def plan_window(table: SlotTable, rules: WindowRules, pace: Pace) -> WindowPlan 
     decodes = _plan_decodes(decoding, pace)
     if not chunks and not decodes:
         return None
-    working = (work.slot for work in (*chunks, *decodes))
-    starts = tuple(_start(i, table[i]) for i in working if not table[i].is_started)
+    new = {slot.index: slot.sequence for slot in table if not slot.sequence.is_started}
+    working = (work.slot for work in (*chunks, *decodes)) if new else ()
+    starts = tuple(_start(index, new[index]) for index in working if index in new)
     return WindowPlan(starts=starts, chunks=chunks, decodes=decodes)
 
 
@@ -118,18 +119,22 @@ def _next_chunk(slot: Slot, rules: WindowRules) -> PrefillChunk:
 
 
 def _plan_decodes(decoding: tuple[Slot, ...], pace: Pace) -> tuple[DecodeStep, ...]:
-    bids = tuple(_draft_bid(slot.sequence, pace.everyone) for slot in decoding)
+    bids = tuple([_draft_bid(slot.sequence, pace.everyone) for slot in decoding])
+    depths = choose_depths(bids, pace.costs)
     return tuple(
-        DecodeStep(slot=slot.index, max_draft=depth, spec_min_p=slot.sequence.spec_min_p)
-        for slot, depth in zip(decoding, choose_depths(bids, pace.costs), strict=True)
+        [
+            DecodeStep(slot=slot.index, max_draft=depth, spec_min_p=slot.sequence.spec_min_p)
+            for slot, depth in zip(decoding, depths, strict=True)
+        ]
     )
 
 
 def _draft_bid(sequence: SequenceState, everyone: Acceptance) -> DraftBid:
-    if sequence.draft_cap == 0:
+    cap = 0 if sequence.max_draft == 0 else sequence.draft_cap
+    if cap == 0:
         return NO_DRAFTS
     return DraftBid(
-        cap=sequence.draft_cap,
+        cap=cap,
         survival=sequence.acceptance.survival(everyone),
         reach=sequence.acceptance.reach(everyone),
         explore=sequence.num_steps % EXPLORE_EVERY == 0,
@@ -146,22 +151,23 @@ def apply_result(
     for start in plan.starts:
         table[start.slot].is_started = True
         table[start.slot].resume = None
-    _count_reading(table, plan)
+    if plan.chunks:
+        _count_reading(table, plan)
     broken = broken_slots(plan, result)
     produced = {tokens.slot: tokens for tokens in result.tokens}
     steps = {step.slot: step for step in plan.decodes}
     events: list[SequenceEvent] = []
-    for slot in tuple(table):
+    for slot in table:
         sequence, index = slot.sequence, slot.index
         if sequence.cancelled:
             table.release(index)
         elif index in broken:
             table.release(index)
             events.append(_event(sequence, Failed(error=SlotFailed(broken[index]))))
-        elif index in produced:
-            if index in steps:
-                _count_step(sequence, steps[index], produced[index])
-            events += _extend(table, slot, produced[index])
+        elif (tokens := produced.get(index)) is not None:
+            if (step := steps.get(index)) is not None:
+                _count_step(sequence, step, tokens)
+            _extend(table, slot, tokens, events)
     return tuple(events)
 
 
@@ -179,8 +185,7 @@ def _count_reading(table: SlotTable, plan: WindowPlan) -> None:
         table[chunk.slot].num_read_tokens += len(chunk.token_ids)
     picked = {chunk.slot for chunk in plan.chunks}
     for slot in table.in_phase(Phase.READING):
-        if picked:
-            slot.sequence.num_passes = 0 if slot.index in picked else slot.sequence.num_passes + 1
+        slot.sequence.num_passes = 0 if slot.index in picked else slot.sequence.num_passes + 1
 
 
 def _count_step(sequence: SequenceState, step: DecodeStep, tokens: SlotTokens) -> None:
@@ -196,19 +201,20 @@ def _observed(acceptance: Acceptance, step: DecodeStep, tokens: SlotTokens) -> A
     )
 
 
-def _extend(table: SlotTable, slot: Slot, tokens: SlotTokens) -> tuple[SequenceEvent, ...]:
+def _extend(table: SlotTable, slot: Slot, tokens: SlotTokens, events: list[SequenceEvent]) -> None:
+    """Add a window's tokens to their sequence, and what its caller has to know to the events."""
     sequence = slot.sequence
     assert 0 < len(tokens.token_ids) <= sequence.num_wanted_tokens, "the engine overshot max_tokens"
     sequence.output_ids += tokens.token_ids
     sequence.phase = Phase.DECODING
-    news = _event(sequence, Tokens(token_ids=tokens.token_ids, logprobs=tokens.logprobs))
+    events.append(_event(sequence, Tokens(token_ids=tokens.token_ids, logprobs=tokens.logprobs)))
     reason = sequence.finish_reason()
     if reason is None:
-        return (news,)
+        return
     table.release(slot.index)
     stop_id = sequence.output_ids[-1] if reason is FinishReason.STOP else None
     finished = Finished(reason=reason, stop_token_id=stop_id, usage=sequence.usage())
-    return news, _event(sequence, finished)
+    events.append(_event(sequence, finished))
 
 
 def _event(sequence: SequenceState, event: TokenEvent) -> SequenceEvent:
@@ -222,15 +228,16 @@ def measured(table: SlotTable, pace: Pace, plan: WindowPlan, result: WindowResul
     stepped = [(step, produced[step.slot]) for step in plan.decodes if step.slot in produced]
     if not stepped:
         return replace(pace, share=share)
-    everyone = pace.everyone
+    everyone, num_rows, num_draft_steps = pace.everyone, 0, 0
     for step, tokens in stepped:
-        everyone = _observed(everyone, step, tokens)
+        num_rows += 1 + tokens.num_drafted
+        if step.max_draft > 0:
+            everyone = _observed(everyone, step, tokens)
+            num_draft_steps = max(num_draft_steps, min(step.max_draft, tokens.num_drafted + 1))
     costs = pace.costs.observe(
-        num_rows=sum(1 + tokens.num_drafted for _, tokens in stepped),
-        num_draft_steps=max(
-            min(step.max_draft, tokens.num_drafted + 1) for step, tokens in stepped
-        ),
-        uses_drafts=any(table[step.slot].max_draft > 0 for step in plan.decodes),
+        num_rows=num_rows,
+        num_draft_steps=num_draft_steps,
+        uses_drafts=any([table[step.slot].max_draft > 0 for step in plan.decodes]),  # noqa: C419
         times=result.times,
     )
     return Pace(share=share, costs=costs, everyone=everyone)

@@ -55,14 +55,12 @@ class Asked:
     usage: Usage | None = None
 
     def read(self) -> None:
-        while not self.handle._events.empty():
-            match self.handle._events.get_nowait():
+        while self.handle._events:
+            match self.handle._events.popleft():
                 case Tokens(token_ids=token_ids):
                     self.token_ids += token_ids
                 case Finished(usage=usage):
                     self.usage = usage
-                case None:
-                    pass
                 case failed:
                     raise AssertionError(f"{self.request.request_id}: {failed}")
 

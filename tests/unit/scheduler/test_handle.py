@@ -8,7 +8,7 @@ import pytest
 
 from scheduler.errors import EngineDead
 from scheduler.handle import RequestHandle
-from scheduler.messages import Failed, Tokens
+from scheduler.messages import Failed, TokenEvent, Tokens
 from tests.factories import make_request
 
 ONE, TWO = Tokens(token_ids=(1,)), Tokens(token_ids=(2,))
@@ -77,3 +77,34 @@ async def test_a_cancelled_wait_loses_no_event(handle: RequestHandle) -> None:
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert await anext(handle) == ONE
+
+
+async def test_a_listener_gets_what_waits_and_what_comes_but_never_at_once(
+    handle: RequestHandle,
+) -> None:
+    heard: list[TokenEvent] = []
+    handle.publish(ONE, 11.0)
+    handle.listen(heard.append)
+    handle.publish(TWO, 11.0)
+    assert heard == []
+    await asyncio.sleep(0)
+    assert heard == [ONE, TWO]
+    handle.publish(DEAD, 12.0)
+    assert heard == [ONE, TWO]
+    await asyncio.sleep(0)
+    assert heard == [ONE, TWO, DEAD]
+
+
+async def test_a_listener_hears_nothing_after_its_cancel(handle: RequestHandle) -> None:
+    heard: list[TokenEvent] = []
+
+    def leave(event: TokenEvent) -> None:
+        heard.append(event)
+        handle.cancel()
+
+    handle.listen(leave)
+    for event in (ONE, TWO):
+        handle.publish(event, 11.0)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert heard == [ONE]
