@@ -29,6 +29,8 @@ class EngineConfig:
     """Prompt chunk; None chooses by device."""
     max_draft: int = MAX_SPEC
     """0 runs without the draft layer."""
+    max_parked_bytes: int | None = None
+    """Most host memory of parked pages and checkpoints; None: as much as is ordered."""
     exact: bool = True
     """Rows never depend on their company (product.md D3)."""
 

@@ -106,6 +106,7 @@ class TorchEngine:
         picker: Picker,
         grammars: GrammarCompiler,
         info: EngineInfo,
+        parked: ParkedStates,
     ) -> None:
         self._spec = spec
         self._trunk = model.trunk
@@ -113,11 +114,11 @@ class TorchEngine:
         self._state = state
         self._picker = picker
         self._grammars = grammars
-        self._parked = ParkedStates(state)
+        self._parked = parked
         self._info = replace(
             info,
-            page_bytes=self._parked.page_bytes,
-            checkpoint_bytes=self._parked.checkpoint_bytes,
+            page_bytes=parked.page_bytes,
+            checkpoint_bytes=parked.checkpoint_bytes,
         )
         self._device = state.device
         self._slots: list[SlotSequence | None] = [None] * info.num_slots
@@ -146,6 +147,8 @@ class TorchEngine:
             self._read_chunk(chunk, tokens, failures)
         read = time.perf_counter()
         drafted = read
+        for step in plan.decodes:
+            self._parked.wait(step.slot)
         if plan.decodes:
             drafts = self._draft(plan.decodes)
             drafted = time.perf_counter()
@@ -193,6 +196,10 @@ class TorchEngine:
         new_pages = [save.page_id for save in plan.saves]
         if len(set(new_pages)) != len(new_pages) or any(map(parked.has_page, new_pages)):
             raise PlanError(f"pages {new_pages}: required new ids, each once")
+        parked.check_room(
+            num_pages=len(new_pages) - len(plan.drop_page_ids),
+            num_checkpoints=len(new_checkpoints) - len(plan.drop_checkpoint_ids),
+        )
         for suspend in plan.suspends:
             sequence = self._sequence(suspend.slot)
             if len(sequence.ids) != sequence.num_computed + 1:
@@ -290,6 +297,7 @@ class TorchEngine:
         )
         self._constrain(sequence)
         self._slots[start.slot] = sequence
+        self._parked.wait(start.slot)
         if start.resume is None:
             self._state.begin(start.slot)
         else:
@@ -377,6 +385,7 @@ class TorchEngine:
 
     def _advance(self, slot: int, token_ids: Sequence[int]) -> Tensor:
         """Read ids into a slot, and the draft layer's cells as far as the next ids are known. Returns [T, S*H]."""
+        self._parked.wait(slot)
         sequence = self._sequence(slot)
         start = sequence.num_computed
         sequence.ids.extend(token_ids)
@@ -702,6 +711,7 @@ def load_engine(
         picker=Picker(num_token_ids),
         grammars=GrammarCompiler(directory, spec.vocab_size),
         info=info,
+        parked=ParkedStates(state, max_bytes=config.max_parked_bytes),
     )
 
 

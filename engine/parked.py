@@ -10,18 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
+from engine.arena import BlockArena
+from engine.copy_lane import CopyLane, lane_for
 from engine.errors import PlanError
 from engine.interface import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from engine.state import SlotState
 
-_SLAB_BYTES = 16 << 20
+_ALIGN_BYTES = 16
+"""Parts begin at multiples of this, so that every dtype can be seen in place."""
+
+Blocks = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,54 +39,66 @@ class CheckpointMark:
 
 
 class ParkedStates:
-    """Host memory (pinned beside a CUDA device) for pages and checkpoints, allocated in slabs as needed.
+    """Host memory for pages and checkpoints: a page is a block, a checkpoint as many blocks as it needs."""
 
-    Slabs are reused and never given back, so memory follows the most that was ever parked.
-    """
-
-    def __init__(self, state: SlotState) -> None:
+    def __init__(
+        self, state: SlotState, *, max_bytes: int | None = None, lane: CopyLane | None = None
+    ) -> None:
+        """max_bytes: most host memory, None for no limit."""
         self._state = state
-        pin = state.device.type == "cuda"
         self._blocks_per_page = PAGE_TOKENS // state.block_tokens
-        self._pages = _Arena(_row_bytes(self._cells(0, 0)), torch.uint8, pin)
-        self._large = _Arena(state.s[:, 0].numel(), torch.float32, pin)
-        self._rest = _Arena(_row_bytes(self._small(0)), torch.uint8, pin)
+        self._lane = lane_for(state.device) if lane is None else lane
+        self._arena = BlockArena(
+            _padded_bytes(self._cells(0, 0)), max_bytes, pin=state.device.type == "cuda"
+        )
+        self._blocks_per_checkpoint = self._arena.blocks_for(_padded_bytes(self._running(0)))
+        self._pages: dict[int, Blocks] = {}
+        self._checkpoints: dict[int, Blocks] = {}
         self._marks: dict[int, CheckpointMark] = {}
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page."""
-        return self._pages.row_bytes
+        return self._arena.block_bytes
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of one checkpoint."""
-        return self._large.row_bytes + self._rest.row_bytes
+        """Bytes of one checkpoint: whole blocks."""
+        return self._blocks_per_checkpoint * self._arena.block_bytes
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of all slabs."""
-        return sum(arena.held_bytes for arena in (self._pages, self._large, self._rest))
+        """Host memory that is taken, used or not."""
+        return self._arena.held_bytes
+
+    def wait(self, slot: int) -> None:
+        """Whatever is done with the slot from now on comes after the copies from and to it."""
+        self._lane.wait(slot)
+
+    def check_room(self, *, num_pages: int, num_checkpoints: int) -> None:
+        """Raises PlanError unless so many more fit; what goes at the same time counts as less than none."""
+        self._arena.check_room(num_pages + num_checkpoints * self._blocks_per_checkpoint)
 
     def save_page(self, page_id: int, slot: int, index: int) -> None:
         """Copy the slot's cells [index * PAGE_TOKENS, ...) to a new page."""
-        _pack(self._pages.take(page_id), self._cells(slot, index))
+        blocks = self._pages[page_id] = self._arena.take(1)
+        self._lane.run(slot, partial(_copy, self._cells(slot, index), blocks, to_blocks=True))
 
     def load_page(self, page_id: int, slot: int, index: int) -> None:
         """Copy a page to the slot's cells [index * PAGE_TOKENS, ...)."""
-        _unpack(self._pages.row(page_id), self._cells(slot, index))
+        parts, blocks = self._cells(slot, index), self._pages[page_id]
+        self._lane.run(slot, partial(_copy, parts, blocks, to_blocks=False))
 
     def save_checkpoint(self, checkpoint_id: int, slot: int, mark: CheckpointMark) -> None:
         """Copy the slot's running state to a new checkpoint."""
-        self._large.take(checkpoint_id).copy_(self._state.s[:, slot].reshape(-1), non_blocking=True)
-        _pack(self._rest.take(checkpoint_id), self._small(slot))
-        self._marks[checkpoint_id] = mark
+        blocks = self._arena.take(self._blocks_per_checkpoint)
+        self._checkpoints[checkpoint_id], self._marks[checkpoint_id] = blocks, mark
+        self._lane.run(slot, partial(_copy, self._running(slot), blocks, to_blocks=True))
 
     def load_checkpoint(self, checkpoint_id: int, slot: int) -> CheckpointMark:
         """Copy a checkpoint to the slot's running state."""
-        s = self._state.s[:, slot]
-        s.copy_(self._large.row(checkpoint_id).view(s.shape), non_blocking=True)
-        _unpack(self._rest.row(checkpoint_id), self._small(slot))
+        parts, blocks = self._running(slot), self._checkpoints[checkpoint_id]
+        self._lane.run(slot, partial(_copy, parts, blocks, to_blocks=False))
         return self._marks[checkpoint_id]
 
     def mark(self, checkpoint_id: int) -> CheckpointMark:
@@ -92,7 +109,7 @@ class ParkedStates:
 
     def has_page(self, page_id: int) -> bool:
         """Whether a page is parked."""
-        return self._pages.has(page_id)
+        return page_id in self._pages
 
     def has_checkpoint(self, checkpoint_id: int) -> bool:
         """Whether a checkpoint is parked."""
@@ -100,87 +117,58 @@ class ParkedStates:
 
     def drop_page(self, page_id: int) -> None:
         """Forget a page."""
-        self._pages.give_back(page_id)
+        self._arena.give_back(self._pages.pop(page_id))
 
     def drop_checkpoint(self, checkpoint_id: int) -> None:
         """Forget a checkpoint."""
-        self._large.give_back(checkpoint_id)
-        self._rest.give_back(checkpoint_id)
+        self._arena.give_back(self._checkpoints.pop(checkpoint_id))
         del self._marks[checkpoint_id]
 
     def _cells(self, slot: int, index: int) -> list[Tensor]:
+        """Of one page: few parts, each spread over the slot's memory."""
         state = self._state
         cells = slice(index * PAGE_TOKENS, (index + 1) * PAGE_TOKENS)
         blocks = slice(index * self._blocks_per_page, (index + 1) * self._blocks_per_page)
         parts = [x[:, slot, :, cells] for x in state.kv_tensors()]
-        parts.append(state.index_blocks[:, slot, blocks])
-        return sorted(parts, key=lambda part: -part.element_size())
+        return [*parts, state.index_blocks[:, slot, blocks]]
 
-    def _small(self, slot: int) -> list[Tensor]:
+    def _running(self, slot: int) -> list[Tensor]:
+        """Of one checkpoint: by layer, so that each part is contiguous and can be cut at the end of a block."""
         state = self._state
         parts = [
-            state.conv[:, slot, : state.conv_history],
-            state.ple[:, slot, : state.ple_history],
-            state.index_ring[:, slot],
+            *state.s[:, slot],
+            *state.conv[:, slot, : state.conv_history],
+            *state.ple[:, slot, : state.ple_history],
+            *state.index_ring[:, slot],
         ]
         return [*parts, state.pending[slot]] if state.pending.shape[0] else parts
 
 
-class _Arena:
-    """Rows of equal size by id, in slabs."""
-
-    def __init__(self, num_elements: int, dtype: torch.dtype, pin: bool) -> None:
-        self._num_elements = num_elements
-        self._dtype = dtype
-        self._pin = pin
-        self.row_bytes = num_elements * dtype.itemsize
-        self._per_slab = max(1, _SLAB_BYTES // max(1, self.row_bytes))
-        self._slabs: list[Tensor] = []
-        self._free: list[Tensor] = []
-        self._rows: dict[int, Tensor] = {}
-
-    @property
-    def held_bytes(self) -> int:
-        return len(self._slabs) * self._per_slab * self.row_bytes
-
-    def has(self, row_id: int) -> bool:
-        return row_id in self._rows
-
-    def row(self, row_id: int) -> Tensor:
-        return self._rows[row_id]
-
-    def take(self, row_id: int) -> Tensor:
-        if not self._free:
-            shape = (self._per_slab, self._num_elements)
-            slab = torch.empty(shape, dtype=self._dtype, pin_memory=self._pin)
-            self._slabs.append(slab)
-            self._free.extend(slab.unbind(0))
-        self._rows[row_id] = self._free.pop()
-        return self._rows[row_id]
-
-    def give_back(self, row_id: int) -> None:
-        self._free.append(self._rows.pop(row_id))
+def _padded_bytes(parts: list[Tensor]) -> int:
+    return sum(-(-part.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES for part in parts)
 
 
-def _row_bytes(parts: list[Tensor]) -> int:
-    """Bytes of a row of these parts, up to a multiple of the widest element, where the next row may begin."""
-    widest = max(part.element_size() for part in parts)
-    return -(-sum(part.nbytes for part in parts) // widest) * widest
+def _copy(parts: list[Tensor], blocks: Blocks, *, to_blocks: bool) -> None:
+    """Parts one after the other, to blocks or from them."""
+    for part, piece in _pieces(parts, blocks):
+        target, source = (piece, part) if to_blocks else (part, piece)
+        target.copy_(source, non_blocking=True)
 
 
-def _places(row: Tensor, parts: list[Tensor]) -> Iterator[Tensor]:
-    """Where each part is kept in a row of bytes. Wider elements come first, so that every place is aligned."""
+def _pieces(parts: list[Tensor], blocks: Blocks) -> Iterator[tuple[Tensor, Tensor]]:
+    """Every part, or piece of one that goes over the end of a block, with its place in the blocks."""
+    block_bytes = blocks[0].numel()
     at = 0
     for part in parts:
-        yield row[at : at + part.nbytes].view(part.dtype).view(part.shape)
-        at += part.nbytes
-
-
-def _pack(row: Tensor, parts: list[Tensor]) -> None:
-    for place, part in zip(_places(row, parts), parts, strict=True):
-        place.copy_(part, non_blocking=True)
-
-
-def _unpack(row: Tensor, parts: list[Tensor]) -> None:
-    for place, part in zip(_places(row, parts), parts, strict=True):
-        part.copy_(place, non_blocking=True)
+        index, first = divmod(at, block_bytes)
+        if first + part.nbytes <= block_bytes:
+            yield part, blocks[index][first : first + part.nbytes].view(part.dtype).view(part.shape)
+        else:
+            flat, done = part.view(-1), 0
+            while done < flat.numel():
+                index, first = divmod(at + done * part.itemsize, block_bytes)
+                count = min((block_bytes - first) // part.itemsize, flat.numel() - done)
+                room = blocks[index][first : first + count * part.itemsize]
+                yield flat[done : done + count], room.view(part.dtype)
+                done += count
+        at += -(-part.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES

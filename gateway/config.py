@@ -139,6 +139,7 @@ def load_config(options: ServeOptions) -> AppConfig:
                 max_context=options.max_context,
                 chunk_tokens=options.prefill,
                 max_draft=0 if options.no_mtp else _first(options.spec, MAX_SPEC),
+                max_parked_bytes=options.conversation_cache_mib * _MIB,
             ),
             max_queue=options.max_queue,
             spec_min_p=options.spec_min_p,

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+
 import pytest
 
+from engine.copy_lane import CopyLane
 from engine.engine import TorchEngine, load_engine
 from engine.errors import PlanError
 from engine.interface import (
@@ -17,8 +22,11 @@ from engine.interface import (
     Suspend,
     WindowPlan,
 )
+from scheduler.config import CacheConfig, SchedulerConfig
+from tests.factories import make_request
 from tests.oracle import tiny
 from tests.oracle.conftest import Models, engine_config
+from tests.property.schedules import TURN_ID, Asked, Server, Solo, Texts
 
 PENALIZED = SamplingParams(
     temperature=0.9, seed=5, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2
@@ -151,7 +159,88 @@ def test_memory_is_reused_and_counted(models: Models) -> None:
         held = engine._parked.held_bytes
         forget(engine, saves, 3)
     assert engine.info.page_bytes > 0
-    assert engine.info.checkpoint_bytes > 0
+    assert engine.info.checkpoint_bytes % engine.info.page_bytes == 0
+
+
+def test_host_memory_stays_below_the_limit_whatever_it_is_used_for(models: Models) -> None:
+    """Full of pages, then of checkpoints, then of pages: neither keeps what the other needs."""
+    config = engine_config(models.checkpoint("no_ple"))
+    info = models.engine("no_ple").info
+    limit = 3 * info.checkpoint_bytes + info.page_bytes // 2
+    engine = load_engine(replace(config, max_parked_bytes=limit))
+    read(engine, 0, tiny.text("no_ple", 0)[:70], [32, 64], SlotStart(slot=0, sampling=GREEDY))
+    num_pages = limit // info.page_bytes
+    pages = tuple(SavePage(slot=0, page_id=i, index=0) for i in range(num_pages))
+    checkpoints = tuple(Suspend(slot=0, checkpoint_id=i) for i in range(3))
+    for _ in range(2):
+        engine.run_window(WindowPlan(saves=pages))
+        assert engine._parked.held_bytes == num_pages * info.page_bytes <= limit
+        one_more = WindowPlan(saves=(SavePage(slot=0, page_id=999, index=0),))
+        with pytest.raises(PlanError, match=f"{num_pages} blocks .* 1 more are needed"):
+            engine.run_window(one_more)
+        drops = tuple(page.page_id for page in pages)
+        engine.run_window(WindowPlan(drop_page_ids=drops, suspends=checkpoints))
+        assert engine._parked.held_bytes <= limit
+        engine.run_window(WindowPlan(drop_checkpoint_ids=(0, 1, 2)))
+
+
+class LateLane(CopyLane):
+    """Copies only when somebody waits for them: whoever forgets to wait finds, or leaves, the wrong bytes."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[int, Callable[[], None]]] = []
+        self.num_late = 0
+
+    def run(self, slot: int, copy: Callable[[], None]) -> None:
+        self.waiting.append((slot, copy))
+
+    def wait_all(self) -> None:
+        for slot in {slot for slot, _ in self.waiting}:
+            self.wait(slot)
+
+    def wait(self, slot: int) -> None:
+        last = max((i for i, (of, _) in enumerate(self.waiting) if of == slot), default=-1)
+        for _, copy in self.waiting[: last + 1]:
+            copy()
+            self.num_late += 1
+        del self.waiting[: last + 1]
+
+
+def test_copies_that_are_late_are_waited_for(models: Models) -> None:
+    """Two conversations in turn, parked and restored by the scheduler over copies that run beside the windows."""
+    engine = load_engine(replace(engine_config(models.checkpoint("no_ple")), num_slots=2))
+    solo = Solo(engine)
+    config = SchedulerConfig(
+        turn_token_id=TURN_ID,
+        cache=CacheConfig(min_free_bytes=0, min_shared_tokens=16),
+        preempt_wait_s=0.2,
+        preempt_run_s=0.2,
+        max_preemptions=5,
+    )
+    rng = Random(4)
+    texts = Texts(vocab_size=90, system_tokens=40, user_tokens=12, max_tokens=14, max_prompt=180)
+    prompts = [(TURN_ID, *texts.words(rng, 20 + i)) for i in range(3)]
+    lane = LateLane()
+    engine._parked._lane = lane
+    server = Server(engine, config)
+    asked: list[Asked] = []
+    for _ in range(2):
+        turns = [(*prompt, *texts.user_turn(rng)) for prompt in prompts]
+        requests = [make_request(prompt_ids=turn, max_tokens=14) for turn in turns]
+        batch = [server.ask(request) for request in requests]
+        while server.run_window():
+            pass
+        for one in batch:
+            one.read()
+        asked += batch
+        prompts = [one.request.prompt_ids + tuple(one.token_ids) for one in batch]
+    assert server.roster.totals().preemptions > 0
+    assert sum(one.usage.cached_tokens for one in asked if one.usage) > 60
+    assert lane.num_late > 20
+    lane.wait_all()
+    for one in asked:
+        engine._parked._lane = CopyLane()
+        assert tuple(one.token_ids) == solo.tokens(one.request, TURN_ID)
 
 
 def resumed(checkpoint_id: int, page_ids: tuple[int, ...], num_ids: int) -> WindowPlan:
