@@ -16,6 +16,7 @@ from gateway.metrics import Meter
 from gateway.middleware import ALLOWANCE, OWNER, REQUEST_ID
 from gateway.output_parser import OutputParser
 from gateway.stream import FrameResponse, FrameStream
+from gateway.tracing import TRACED
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -76,10 +77,11 @@ class Answering:
             )
             for item in prepared
         ]
-        return self.start(prepared, body.options, parsers, meter)
+        return self.start(request, prepared, body.options, parsers, meter)
 
     def start(
         self,
+        request: Request,
         prepared: tuple[PreparedChoice, ...],
         options: GenerationOptions,
         parsers: list[OutputParser] | None,
@@ -97,6 +99,8 @@ class Answering:
             counts_reasoning=parsers is not None and files.think_ids is not None,
         )
         meter.accepted(generation.prompt_tokens)
+        if (traced := request.scope.get(TRACED)) is not None:
+            traced.append(generation)
         return generation
 
     def stream(

@@ -18,6 +18,7 @@ from gateway.page.files import page_routes
 from gateway.responses import error_response
 from gateway.routes import Endpoints
 from gateway.status import status_route
+from gateway.tracing import Tracing
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 def build_app(service: Service) -> Starlette:
     """The ASGI application over a running scheduler. Starting and stopping the scheduler is the caller's."""
     config = service.config
-    middleware = [Middleware(Envelope)]
+    middleware = [Middleware(Tracing, tracer=service.tracer)] if service.tracer else []
+    middleware.append(Middleware(Envelope))
     if checks_hosts(config.host, config.allowed_hosts):
         middleware.append(Middleware(HostCheck, allowed_hosts=config.allowed_hosts))
     if config.cors_origins:

@@ -27,6 +27,7 @@ from gateway.config import (
     count,
     count_or_auto,
     device,
+    http_url,
     load_config,
     number,
 )
@@ -270,6 +271,15 @@ def serve(
     log_format: Annotated[
         str, _option("--log-format", "text or json.", choice(LOG_FORMATS), "NAME")
     ] = _DEFAULTS.log_format,
+    otlp_endpoint: Annotated[
+        str | None,
+        _option(
+            "--otlp-endpoint",
+            "OpenTelemetry collector that gets traces over HTTP; needs the extra `otel`.",
+            http_url,
+            "URL",
+        ),
+    ] = None,
 ) -> None:
     """Checks the options, then hands over to the server."""
     if model is not None and model_argument is not None and model != model_argument:
@@ -300,6 +310,7 @@ def serve(
                 drain_s=drain_s,
                 log_level=log_level,
                 log_format=log_format,
+                otlp_endpoint=otlp_endpoint,
             )
         )
     except ConfigError as error:

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from gateway.errors import ConfigError, shorten
 from gateway.limits import MAX_RATE, KeyLimits
@@ -61,6 +62,8 @@ class GatewayConfig:
     """How long a stopping server lets running requests finish."""
     log_level: str = "info"
     log_format: str = "text"
+    otlp_endpoint: str | None = None
+    """Where traces are sent; None: nowhere."""
     max_body_bytes: int = 16 * 2**20
     keepalive_s: float = 10.0
     """Pause between the comments that keep a silent stream open."""
@@ -104,6 +107,7 @@ class ServeOptions:
     drain_s: float = 30.0
     log_level: str = "info"
     log_format: str = "text"
+    otlp_endpoint: str | None = None
 
 
 def load_config(options: ServeOptions) -> AppConfig:
@@ -128,6 +132,7 @@ def load_config(options: ServeOptions) -> AppConfig:
             drain_s=options.drain_s,
             log_level=options.log_level,
             log_format=options.log_format,
+            otlp_endpoint=options.otlp_endpoint,
         ),
         scheduler=SchedulerConfig(
             engine=EngineConfig(
@@ -275,6 +280,20 @@ def choice(allowed: tuple[str, ...]) -> Callable[[str], str]:
         return text
 
     return parse
+
+
+def http_url(text: str) -> str:
+    """An http or https URL with a host, and nothing behind its path."""
+    try:
+        parts = urlsplit(text)
+        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_good = False
+    if not is_good or any(char in text for char in "?# ") or not text.isprintable():
+        raise ConfigError(
+            f"must be an http or https URL such as http://127.0.0.1:4318; found {shorten(text)!r}"
+        )
+    return text
 
 
 def device(text: str) -> str:

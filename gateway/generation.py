@@ -16,7 +16,7 @@ from scheduler.errors import SchedulerError
 from scheduler.messages import Failed, Finished, FinishReason, Tokens
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Sequence
+    from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 
     from gateway.content_tokens import ContentSpans
     from gateway.model_files import ModelFiles
@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from scheduler.handle import RequestHandle
     from scheduler.messages import GenerateRequest, TokenEvent
     from scheduler.messages import Usage as SequenceUsage
+
+
+FAILED = "failed"
+"""Outcome of a sequence that could not be finished."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +73,21 @@ class RequestUsage:
     """None when the vocabulary has no thought marks."""
     accepted_tokens: int
     rejected_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceTimes:
+    """Where the time of one sequence went, on the scheduler's clock; None: it did not come so far."""
+
+    index: int
+    submitted_s: float
+    started_s: float | None
+    """It got a slot."""
+    first_token_s: float | None
+    ended_s: float
+    usage: SequenceUsage
+    outcome: str
+    """How it ended: a finish reason, `cancelled` or FAILED."""
 
 
 class Choice:
@@ -239,6 +258,22 @@ class Generation:
             accepted_tokens=accepted,
             rejected_tokens=sum(usage.drafted_tokens for usage in ended) - accepted,
         )
+
+    def times(self) -> Iterator[SequenceTimes]:
+        """Of every sequence, when all of them are over."""
+        for choice, handle in zip(self.choices, self._handles, strict=True):
+            usage, ended_s = handle.usage, handle.ended_s
+            assert usage is not None and ended_s is not None
+            unfinished = "cancelled" if handle.cancelled else FAILED
+            yield SequenceTimes(
+                index=choice.index,
+                submitted_s=handle.submitted_s,
+                started_s=handle.started_s,
+                first_token_s=handle.first_token_s,
+                ended_s=ended_s,
+                usage=usage,
+                outcome=choice.finish_reason or unfinished,
+            )
 
     async def deltas(self) -> AsyncGenerator[ChoiceDelta]:
         """Deltas of all choices as they come, empty ones included; ends when every choice has ended.

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from gateway.model_files import ModelFiles
     from gateway.preparation import Preparer
     from gateway.replies import JsonReply
+    from gateway.tracing import RequestTracer
     from scheduler.service import Scheduler
 
 
@@ -42,6 +43,7 @@ class Service:
     """The name that answers carry."""
     created: int
     version: str
+    tracer: RequestTracer | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -134,7 +136,7 @@ class Endpoints:
         prepared = await self._service.preparer.completion(
             body, request_id=request.scope[REQUEST_ID], owner=request.scope[OWNER]
         )
-        generation = self._answering.start(prepared, body.options, None, meter)
+        generation = self._answering.start(request, prepared, body.options, None, meter)
         head = self._head("cmpl-")
         logprobs = self._logprobs if body.options.top_logprobs is not None else None
         echoes = tuple(choice.echo for choice in prepared)

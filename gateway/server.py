@@ -26,6 +26,7 @@ from gateway.model_files import load_model_files
 from gateway.preparation import Preparer
 from gateway.report import print_report
 from gateway.routes import Service
+from gateway.tracing import open_tracer
 from scheduler.config import model_path
 from scheduler.errors import EngineStartFailed
 from scheduler.factory import build_scheduler
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
     from gateway.config import AppConfig, GatewayConfig
     from gateway.model_files import ModelFiles
+    from gateway.tracing import RequestTracer
     from scheduler.config import SchedulerConfig
     from scheduler.service import Scheduler
 
@@ -80,6 +82,8 @@ def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
 
 async def _serve(config: AppConfig, version: str) -> int:
     started_s = time.monotonic()
+    endpoint = config.gateway.otlp_endpoint
+    tracer = None if endpoint is None else open_tracer(endpoint, version)
     listener = take_address(config.gateway)
     try:
         files = load_model_files(model_path(config.scheduler.engine.model))
@@ -90,7 +94,7 @@ async def _serve(config: AppConfig, version: str) -> int:
         listener.close()
         raise
     try:
-        service = build_service(config.gateway, scheduler, files, version)
+        service = build_service(config.gateway, scheduler, files, version, tracer)
         server = GracefulServer(build_app(service), scheduler, config.gateway)
         print_report(
             Console(stderr=True),
@@ -101,6 +105,8 @@ async def _serve(config: AppConfig, version: str) -> int:
         return await server.serve_on(listener)
     finally:
         await scheduler.stop(0.0)
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
 
 
 @contextmanager
@@ -121,7 +127,11 @@ def with_turn_token(config: SchedulerConfig, files: ModelFiles) -> SchedulerConf
 
 
 def build_service(
-    config: GatewayConfig, scheduler: Scheduler, files: ModelFiles, version: str
+    config: GatewayConfig,
+    scheduler: Scheduler,
+    files: ModelFiles,
+    version: str,
+    tracer: RequestTracer | None = None,
 ) -> Service:
     """The endpoints' service over a started scheduler."""
     info = scheduler.info
@@ -139,6 +149,7 @@ def build_service(
         model=config.served_model_name or info.model_name,
         created=int(time.time()),
         version=version,
+        tracer=tracer,
     )
 
 

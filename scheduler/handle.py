@@ -28,7 +28,7 @@ class RequestHandle(AsyncIterator[TokenEvent]):
         self.ended_s: float | None = None
         """When its Finished or Failed was published, or it was cancelled."""
         self.usage: Usage | None = None
-        """What it had cost when it was cancelled; one that ends by itself says so in its Finished."""
+        """What it had cost when it ended or was cancelled."""
         self._events: deque[TokenEvent] = deque()
         self._notify: Callable[[], object] | None = None
         """Says to the consumer that there are events; None while it knows, or is not there."""

@@ -86,6 +86,8 @@ class Usage:
     """Drafts that entered a verify window."""
     accepted_tokens: int
     """Drafts that were kept."""
+    windows: int
+    """Windows that decoded."""
 
 
 class Tokens(Struct, frozen=True, kw_only=True):

@@ -248,6 +248,7 @@ class Roster:
                 self._counters.completion_tokens += len(token_ids)
             case Finished() | Failed():
                 del self._handles[sequence.arrival]
+                handle.usage = sequence.usage()
                 self._counters.outcomes[outcome_of(event)] += 1
                 if handle.started_s is not None:
                     self._note_seat_time(now - handle.started_s)

@@ -101,4 +101,5 @@ class SequenceState:
             cached_tokens=self.num_cached_tokens,
             drafted_tokens=self.num_drafted_tokens,
             accepted_tokens=self.num_accepted_tokens,
+            windows=self.num_steps,
         )

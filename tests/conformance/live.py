@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
 
     from gateway.model_files import ModelFiles
+    from gateway.tracing import RequestTracer
     from scheduler.service import Scheduler
 
 MODEL = "scripted"
@@ -87,6 +88,7 @@ async def live_server(
     config: GatewayConfig | None = None,
     scheduler_config: SchedulerConfig | None = None,
     headers: dict[str, str] | None = None,
+    tracer: RequestTracer | None = None,
 ) -> AsyncGenerator[Live]:
     """Start a server on a free port; stop it at once on leaving."""
     gateway = config or GatewayConfig(port=0)
@@ -96,7 +98,7 @@ async def live_server(
     await scheduler.start()
     listener = take_address(gateway)
     url = url_of(listener)
-    service = build_service(gateway, scheduler, files, "test")
+    service = build_service(gateway, scheduler, files, "test", tracer)
     server = GracefulServer(build_app(service), scheduler, gateway)
     task = asyncio.create_task(server.serve_on(listener))
     client = httpx.AsyncClient(base_url=url, headers=headers, timeout=10.0)

@@ -102,6 +102,7 @@ def _run(engine: TorchEngine, prepared: PreparedChoice, choice: Choice, depth: i
             cached_tokens=0,
             drafted_tokens=0,
             accepted_tokens=0,
+            windows=0,
         )
         text.add(choice.finish(Finished(reason=reason, stop_token_id=None, usage=usage)))
     return Answer(message=text.message(), finish=text.finish_name, windows=len(windows))

@@ -66,6 +66,10 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[AppConfig]:
         (["--vision"], ["--vision"]),
         (["--api-key-file", "/nonexistent"], ["--api-key-file", "/nonexistent"]),
         (["a", "--model", "b"], ["named twice"]),
+        (["--otlp-endpoint", "collector:4318"], ["--otlp-endpoint", "collector:4318", "http"]),
+        (["--otlp-endpoint", "http://"], ["--otlp-endpoint"]),
+        (["--otlp-endpoint", "http://a:99999"], ["--otlp-endpoint"]),
+        (["--otlp-endpoint", "http://a/?b"], ["--otlp-endpoint"]),
     ],
 )
 def test_bad_options_exit_2_and_say_why(
@@ -117,7 +121,7 @@ def test_options_arrive(started: list[AppConfig], tmp_path: Path) -> None:
         f"--max-queue 9 --drain-s 1.5 --device cuda:1 --dtype float32 --threads 2 "
         f"--served-model-name m --cors-origin https://a --cors-origin https://b "
         f"--conversation-cache-slots 7 --conversation-cache-mib 100 --conversation-cache-min-free-mib 3 "
-        f"--log-level error --host ::1 --api-key-file {keys}"
+        f"--otlp-endpoint http://127.0.0.1:4318 --log-level error --host ::1 --api-key-file {keys}"
     )
     result = runner.invoke(cli.app, arguments.split())
     assert result.exit_code == 0, result.output
@@ -130,6 +134,7 @@ def test_options_arrive(started: list[AppConfig], tmp_path: Path) -> None:
     cache = scheduler.cache
     assert (cache.max_conversations, cache.capacity_bytes) == (7, 100 * 2**20)
     assert cache.min_free_bytes == 3 * 2**20
+    assert gateway.otlp_endpoint == "http://127.0.0.1:4318"
     assert gateway.cors_origins == ("https://a", "https://b")
     assert [key.name for key in gateway.api_keys] == ["ann"]
     assert (gateway.served_model_name, gateway.host, gateway.log_level) == ("m", "::1", "error")
