@@ -20,6 +20,8 @@ class EngineConfig:
     """auto, cpu, cuda or cuda:N."""
     dtype: str = "auto"
     """auto, float32 or bfloat16: the weights' and activations' type."""
+    kv: str = "auto"
+    """What keys and values are held in: fp32, bf16, int8 with a scale per cell and head, or auto: as dtype."""
     threads: int | None = None
     """CPU threads of the layers; None takes all cores but one."""
     num_slots: int = 4

@@ -43,7 +43,7 @@ from engine.memory_plan import MemoryPlan, make_plan
 from engine.parked import CheckpointMark, ParkedStates
 from engine.sampling import Picker, PickRow, TokenHistory, limited, row_logprobs
 from engine.sources.opening import open_source, read_spec
-from engine.state import FP32_STATE, Rows, SlotState, key_capacity, state_shapes
+from engine.state import Rows, SlotState, key_capacity, state_dtype, state_shapes
 from engine.weights import Checkpoint
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 _CPU_CHUNK_TOKENS = 256
 _GPU_CHUNK_TOKENS = 2048
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_KV_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
 
 @dataclass(slots=True)
@@ -665,11 +666,12 @@ def load_engine(
     spec = read_spec(directory)
     device = _device(config.device)
     dtype = _dtype(config.dtype, device)
+    kv_dtype = _kv_dtype(config.kv, dtype)
     torch.set_num_threads(config.threads or default_threads())
     # Denormals in decayed states cost a hundred times a normal multiply and carry no information.
     torch.set_flush_denormal(True)
     limits = _limits(config, spec, device)
-    plan, state_bytes = _plan(spec, limits, dtype)
+    plan, state_bytes = _plan(spec, limits, dtype, kv_dtype)
     plan.require(_available_bytes(device), "GPU memory" if device.type == "cuda" else "RAM")
     progress(f"plan: {plan.total_bytes / 2**20:.0f} MiB on {device}")
     with Checkpoint(open_source(directory, spec)) as checkpoint:
@@ -688,6 +690,7 @@ def load_engine(
         num_slots=config.num_slots,
         max_context=limits.max_context,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         device=device,
     )
     info = EngineInfo(
@@ -702,6 +705,7 @@ def load_engine(
         kernels=model.report.line(),
         load_s=time.perf_counter() - began,
         memory_plan=_plan_items(plan, model.part_bytes, state, state_bytes),
+        kv_dtype=str(kv_dtype).removeprefix("torch."),
     )
     num_token_ids = min(spec.vocab_size, num_known_tokens(directory) or spec.vocab_size)
     return TorchEngine(
@@ -749,17 +753,20 @@ def _limits(config: EngineConfig, spec: ModelSpec, device: torch.device) -> _Lim
 
 
 def _plan(
-    spec: ModelSpec, limits: _Limits, dtype: torch.dtype
+    spec: ModelSpec, limits: _Limits, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> tuple[MemoryPlan, dict[str, int]]:
-    shapes = state_shapes(spec, num_slots=limits.num_slots, max_context=limits.max_context)
+    shapes = state_shapes(
+        spec, num_slots=limits.num_slots, max_context=limits.max_context, kv_dtype=kv_dtype
+    )
     state_bytes: dict[str, int] = {}
     for name, shape in shapes.items():
-        size = 4 if name in FP32_STATE else dtype.itemsize
-        state_bytes[name] = torch.Size(shape).numel() * size
+        kind = state_dtype(name, dtype=dtype, kv_dtype=kv_dtype)
+        state_bytes[name] = torch.Size(shape).numel() * kind.itemsize
     plan = make_plan(
         spec,
         state_bytes=state_bytes,
         element_bytes=dtype.itemsize,
+        converts_kv=kv_dtype != dtype,
         num_positions=key_capacity(limits.max_context),
         chunk_tokens=limits.chunk_tokens,
         window_rows=MAX_WINDOW_ROWS,
@@ -807,6 +814,14 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
     if device.type == "cuda":
         return torch.bfloat16
     return torch.bfloat16 if _cpu_has_bf16() else torch.float32
+
+
+def _kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    if name == "auto":
+        return dtype
+    if name not in _KV_DTYPES:
+        raise ConfigMismatch(f"kv: found {name}, required auto, {', '.join(_KV_DTYPES)}")
+    return _KV_DTYPES[name]
 
 
 def _cpu_has_bf16() -> bool:

@@ -267,6 +267,8 @@ class EngineInfo:
     """Which arithmetic was chosen at start, one readable line."""
     load_s: float
     memory_plan: tuple[PlanItem, ...]
+    kv_dtype: str = "none"
+    """What keys and values are held in; none: there are none."""
     page_bytes: int = 0
     """Host bytes of a parked page."""
     checkpoint_bytes: int = 0

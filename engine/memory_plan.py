@@ -47,6 +47,7 @@ def make_plan(
     *,
     state_bytes: dict[str, int],
     element_bytes: int,
+    converts_kv: bool,
     num_positions: int,
     chunk_tokens: int,
     window_rows: int,
@@ -54,8 +55,8 @@ def make_plan(
 ) -> MemoryPlan:
     """Plan a model with weights and activations of `element_bytes`.
 
-    state_bytes: bytes of each tensor of SlotState; num_positions: entries of the rotary tables; window_rows: most
-    rows of a verify window.
+    state_bytes: bytes of each tensor of SlotState; converts_kv: K and V are held in another type; num_positions:
+    entries of the rotary tables; window_rows: most rows of a verify window.
     """
     return MemoryPlan(
         weights=tuple(
@@ -71,6 +72,11 @@ def make_plan(
             (
                 "prefill buffers",
                 _chunk_bytes(spec, chunk_tokens, num_positions) * element_bytes,
+            ),
+            *(
+                [("converted K/V", _converted_kv_bytes(spec, num_positions, element_bytes))]
+                if converts_kv
+                else []
             ),
             ("window logits", window_rows * spec.vocab_size * FP32_BYTES),
         ),
@@ -147,6 +153,12 @@ def _draft_bytes(spec: ModelSpec, e: int) -> int:
     residuals = 2 * _residual_bytes(spec, e, inject=True) + _residual_bytes(spec, e, inject=False)
     layers = _qsa_bytes(spec, e) + _moe_bytes(spec, e)
     return 2 * spec.hidden**2 * e + norms + residuals + layers
+
+
+def _converted_kv_bytes(spec: ModelSpec, num_cells: int, e: int) -> int:
+    """K and V of one layer and slot as a prompt piece reads them, and one of them in fp32 on the way there."""
+    elements = num_cells * spec.qsa.num_kv_heads * spec.qsa.head_dim
+    return elements * (2 * e + (FP32_BYTES if e != FP32_BYTES else 0))
 
 
 def _chunk_bytes(spec: ModelSpec, chunk_tokens: int, num_positions: int) -> int:

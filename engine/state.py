@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.interface import MAX_SPEC
+from engine.kv_cells import KvCells
 
 if TYPE_CHECKING:
     from engine.model_spec import ModelSpec
@@ -135,7 +136,8 @@ class SlotState:
     s            fp32  [gdn layers, slots, V, dk, dv]
     conv         dtype [gdn layers, slots, width-1 + WINDOW_ROWS, C]: history, then the window's rows
     ple          dtype [ple layers, slots, history + WINDOW_ROWS, S*H]
-    k, v         dtype [qsa layers + draft layers, slots, kv heads, capacity, head dim]
+    k, v         kv_dtype [qsa layers + draft layers, slots, kv heads, capacity, head dim]
+    k_scale, v_scale   fp32 [qsa layers + draft layers, slots, kv heads, capacity]; None unless kv_dtype is int8
     index_ring   dtype [qsa layers + draft layers, slots, RING_ROWS, index dim]: raw keys at position % RING_ROWS
     index_blocks dtype [qsa layers + draft layers, slots, capacity / block, index dim]: pooled, normed, rotated keys
     pending      dtype [slots, WINDOW_ROWS, S*H]: trunk streams whose draft-layer cells are not written yet
@@ -148,14 +150,16 @@ class SlotState:
         num_slots: int,
         max_context: int,
         dtype: torch.dtype,
+        kv_dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shapes = state_shapes(spec, num_slots=num_slots, max_context=max_context)
+        """dtype: what the layers compute in; kv_dtype: what K and V are held in, a float type or int8."""
+        shapes = state_shapes(spec, num_slots=num_slots, max_context=max_context, kv_dtype=kv_dtype)
         self.capacity = key_capacity(max_context)
         self.device = device
 
         def make(name: str) -> Tensor:
-            kind = torch.float32 if name in FP32_STATE else dtype
+            kind = state_dtype(name, dtype=dtype, kv_dtype=kv_dtype)
             # Zeros, not empty: masked cells are multiplied by 0, and 0 times NaN is NaN.
             return torch.zeros(shapes[name], dtype=kind, device=device)
 
@@ -167,6 +171,10 @@ class SlotState:
         self.ple = make("ple")
         self.k = make("k")
         self.v = make("v")
+        self.k_scale = make("k_scale") if "k_scale" in shapes else None
+        self.v_scale = make("v_scale") if "v_scale" in shapes else None
+        self.keys = KvCells(self.k, self.k_scale, dtype)
+        self.values = KvCells(self.v, self.v_scale, dtype)
         self.index_ring = make("index_ring")
         self.index_blocks = make("index_blocks")
         self.pending = make("pending")
@@ -182,7 +190,8 @@ class SlotState:
 
     def kv_tensors(self) -> tuple[Tensor, ...]:
         """All that holds K/V cells: each [layers, slots, kv heads, capacity, ...]."""
-        return (self.k, self.v)
+        tensors = (self.k, self.v, self.k_scale, self.v_scale)
+        return tuple(x for x in tensors if x is not None)
 
     def put_ple_rows(self, layer: int, rows: Rows, normed: Tensor) -> Tensor:
         """Store the window's normed rows [B, T, S*H] of one PLE layer; returns [B, history+T, S*H]."""
@@ -202,7 +211,14 @@ class SlotState:
             _shift_history(self.ple[:, slot], self.ple_history, num_rows)
 
 
-FP32_STATE = frozenset({"s", "replay_k", "replay_delta", "replay_factor"})
+_FP32_STATE = frozenset({"s", "replay_k", "replay_delta", "replay_factor", "k_scale", "v_scale"})
+
+
+def state_dtype(name: str, *, dtype: torch.dtype, kv_dtype: torch.dtype) -> torch.dtype:
+    """Type of a tensor of SlotState by name."""
+    if name in _FP32_STATE:
+        return torch.float32
+    return kv_dtype if name in ("k", "v") else dtype
 
 
 def key_capacity(max_context: int) -> int:
@@ -211,7 +227,7 @@ def key_capacity(max_context: int) -> int:
 
 
 def state_shapes(
-    spec: ModelSpec, *, num_slots: int, max_context: int
+    spec: ModelSpec, *, num_slots: int, max_context: int, kv_dtype: torch.dtype
 ) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor of SlotState by name: the one place they are written, also for the memory plan."""
     num_gdn = len(spec.gdn_layers)
@@ -220,7 +236,9 @@ def state_shapes(
     ple_rows = (spec.ple.history_rows if spec.ple else 0) + WINDOW_ROWS
     gdn, qsa = spec.gdn, spec.qsa
     capacity = key_capacity(max_context)
-    kv = (num_kv, num_slots, qsa.num_kv_heads, capacity, qsa.head_dim)
+    cells = (num_kv, num_slots, qsa.num_kv_heads, capacity)
+    kv = (*cells, qsa.head_dim)
+    scales = {"k_scale": cells, "v_scale": cells} if kv_dtype == torch.int8 else {}
     window = (num_gdn, num_slots, WINDOW_ROWS, gdn.num_value_heads)
     return {
         "s": (num_gdn, num_slots, gdn.num_value_heads, gdn.key_dim, gdn.value_dim),
@@ -231,6 +249,7 @@ def state_shapes(
         "ple": (num_ple, num_slots, ple_rows, spec.stream_width),
         "k": kv,
         "v": kv,
+        **scales,
         "index_ring": (num_kv, num_slots, RING_ROWS, qsa.index_dim),
         "index_blocks": (num_kv, num_slots, -(-capacity // qsa.block_tokens), qsa.index_dim),
         "pending": (num_slots if spec.num_draft_layers else 0, WINDOW_ROWS, spec.stream_width),

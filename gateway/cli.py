@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 from gateway.config import (
     DTYPES,
+    KV_TYPES,
     LOG_FORMATS,
     LOG_LEVELS,
     MAX_CACHE_MIB,
@@ -168,6 +169,15 @@ def serve(
     dtype: Annotated[
         str, _option("--dtype", "auto, float32 or bfloat16.", choice(DTYPES), "NAME")
     ] = _DEFAULTS.dtype,
+    kv: Annotated[
+        str,
+        _option(
+            "--kv",
+            "What keys and values are held in: auto (as --dtype), fp32, bf16 or int8.",
+            choice(KV_TYPES),
+            "NAME",
+        ),
+    ] = _DEFAULTS.kv,
     threads: Annotated[
         int | None,
         _option("--threads", "CPU threads of the layers.", count(1, 1024), "N"),
@@ -296,6 +306,7 @@ def serve(
                 allowed_hosts=tuple(allowed_host or ()),
                 device=device_name,
                 dtype=dtype,
+                kv=kv,
                 threads=threads,
                 batch=batch,
                 max_context=max_context,

@@ -31,6 +31,7 @@ _CACHE = CacheConfig()
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 DTYPES = ("auto", "float32", "bfloat16")
+KV_TYPES = ("auto", "fp32", "bf16", "int8")
 _KEY_NAME_LIMIT = 64
 
 
@@ -92,6 +93,7 @@ class ServeOptions:
     allowed_hosts: tuple[str, ...] = ()
     device: str = "auto"
     dtype: str = "auto"
+    kv: str = "auto"
     threads: int | None = None
     batch: int = MAX_SLOTS
     max_context: int | None = None
@@ -139,6 +141,7 @@ def load_config(options: ServeOptions) -> AppConfig:
                 model=options.model,
                 device=options.device,
                 dtype=options.dtype,
+                kv=options.kv,
                 threads=options.threads,
                 num_slots=options.batch,
                 max_context=options.max_context,

@@ -24,7 +24,7 @@ def print_report(console: Console, service: Service, *, url: str, ready_s: float
     drafts = f"up to {info.max_draft} tokens" if info.max_draft else "off"
     facts = {
         "model": service.model,
-        "device": f"{info.device}, {info.dtype}",
+        "device": f"{info.device}, {info.dtype}, K/V in {info.kv_dtype}",
         "kernels": info.kernels,
         "slots": f"{info.num_slots} x {info.max_context} tokens, prompts in chunks of {info.chunk_tokens}",
         "drafts": drafts,

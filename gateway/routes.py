@@ -49,7 +49,7 @@ class Service:
     def fingerprint(self) -> str:
         """Changes when the same seed may give another text."""
         info = self.scheduler.info
-        facts = f"{self.version}|{info.model_name}|{info.device}|{info.dtype}|{info.kernels}"
+        facts = f"{self.version}|{info.model_name}|{info.device}|{info.dtype}|{info.kv_dtype}|{info.kernels}"
         return f"fp_{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
 
 

@@ -79,6 +79,7 @@ def _model(name: str, info: EngineInfo) -> JsonReply:
         "id": name,
         "device": info.device,
         "dtype": info.dtype,
+        "kv_dtype": info.kv_dtype,
         "kernels": info.kernels,
         "max_context": info.max_context,
         "chunk_tokens": info.chunk_tokens,

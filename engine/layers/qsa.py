@@ -104,13 +104,14 @@ class QsaLayer:
     def project(self, x: Tensor, slot: Tensor, position: Tensor, state: SlotState) -> Projected:
         """x [R, H] -> queries; writes K, V and raw index keys of the rows' cells."""
         projected, k, v, index_k = self._split(x, position)
-        state.k[self.index, slot, :, position] = k
-        state.v[self.index, slot, :, position] = v
+        cells = (self.index, slot, slice(None), position)
+        state.keys.write(cells, k)
+        state.values.write(cells, v)
         state.index_ring[self.index, slot, position % RING_ROWS] = index_k
         return projected
 
     def _split(self, x: Tensor, position: Tensor) -> tuple[Projected, Tensor, Tensor, Tensor]:
-        """x [R, H] -> queries, k [R, N, D] and v [R, N, D] as cached, raw index key [R, I]."""
+        """x [R, H] -> queries, k [R, N, D] and v [R, N, D] to be cached, raw index key [R, I]."""
         spec = self._spec
         heads, kv, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         sizes = [
@@ -199,8 +200,8 @@ class QsaLayer:
         base = (slot.unsqueeze(-1) * num_kv + head) * state.capacity
         flat = (base.unsqueeze(-1) + cells.unsqueeze(1)).flatten()
         shape = (num_rows * num_kv, cells.shape[1], spec.head_dim)
-        k = state.k[self.index].view(-1, spec.head_dim).index_select(0, flat).view(shape)
-        v = state.v[self.index].view(-1, spec.head_dim).index_select(0, flat).view(shape)
+        k = state.keys.gather(self.index, flat).view(shape)
+        v = state.values.gather(self.index, flat).view(shape)
         q = projected.q.reshape(num_rows * num_kv, -1, spec.head_dim)
         scores = self._products(q, k.transpose(1, 2), group=num_kv).to(torch.float32)
         scores = scores.mul_(spec.head_dim**-0.5).unflatten(0, (num_rows, num_kv))
@@ -244,7 +245,8 @@ class QsaLayer:
         num_rows = x.shape[0]
         end = start + num_rows
         position = torch.arange(start, end, device=x.device)
-        k, v = state.k[self.index, slot, :, :end], state.v[self.index, slot, :, :end]
+        cells = (self.index, slot, slice(None), slice(end))
+        k, v = state.keys.read(cells), state.values.read(cells)
         blocks = state.index_blocks[self.index, slot, : end // self._spec.block_tokens]
         per_tile = max(1, _QUERY_TILE_SCORES // (self._spec.num_heads * end))
         out = torch.empty_like(projected.q)
@@ -259,8 +261,9 @@ class QsaLayer:
         end = start + x.shape[0]
         position = torch.arange(start, end, device=x.device)
         projected, k, v, index_k = self._split(x, position)
-        state.k[self.index, slot, :, start:end] = k.transpose(0, 1)
-        state.v[self.index, slot, :, start:end] = v.transpose(0, 1)
+        cells = (self.index, slot, slice(None), slice(start, end))
+        state.keys.write(cells, k.transpose(0, 1))
+        state.values.write(cells, v.transpose(0, 1))
         ring = state.index_ring[self.index, slot]
         block = self._spec.block_tokens
         first = start - start % block

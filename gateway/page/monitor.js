@@ -61,7 +61,7 @@ function show(now, before) {
   const { model } = now;
   fillPairs("facts", {
     model: model.id,
-    device: `${model.device}, ${model.dtype}`,
+    device: `${model.device}, ${model.dtype}, K/V in ${model.kv_dtype}`,
     arithmetic: model.kernels,
     context: `${count(model.max_context)} tokens a slot`,
     "prompt chunks": `${count(model.chunk_tokens)} tokens`,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -41,6 +41,8 @@ class Models:
     """Checkpoints of the tiny grid, and what others say about them, each computed once."""
 
     directory: Path
+    kv: str = "auto"
+    """What the engines hold K and V in."""
     _references: dict[str, ReferenceModel] = field(default_factory=dict[str, ReferenceModel])
     _engines: dict[str, TorchEngine] = field(default_factory=dict[str, TorchEngine])
     _hf: dict[str, Qwen4ExpForCausalLM] = field(default_factory=dict[str, Qwen4ExpForCausalLM])
@@ -62,7 +64,8 @@ class Models:
     def engine(self, name: str) -> TorchEngine:
         """One engine per model for the whole run: tests seat slots anew, and what others left there must not show."""
         if name not in self._engines:
-            self._engines[name] = load_engine(engine_config(self.checkpoint(name)))
+            config = replace(engine_config(self.checkpoint(name)), kv=self.kv)
+            self._engines[name] = load_engine(config)
         return self._engines[name]
 
     def hf_logits(self, name: str, ids: list[int]) -> Tensor:

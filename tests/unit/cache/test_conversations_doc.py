@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from cache.config import GIB, MIB, CacheConfig
@@ -21,10 +22,15 @@ LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144)
 SYSTEM_TOKENS = 2048
 
 
-def real_sizes() -> BlockSizes:
+def real_sizes(kv_dtype: torch.dtype) -> BlockSizes:
     """Bytes at the real geometry in bf16; the meta device allocates nothing."""
     state = SlotState(
-        real(), num_slots=1, max_context=4096, dtype=torch.bfloat16, device=torch.device("meta")
+        real(),
+        num_slots=1,
+        max_context=4096,
+        dtype=torch.bfloat16,
+        kv_dtype=kv_dtype,
+        device=torch.device("meta"),
     )
     parked = ParkedStates(state)
     return BlockSizes(
@@ -81,10 +87,15 @@ def table(sizes: BlockSizes) -> str:
     return "\n".join(lines)
 
 
-def test_the_table_is_what_the_code_computes() -> None:
+@pytest.mark.parametrize(
+    ("kv_dtype", "page_words"),
+    [(torch.bfloat16, f"a page of {PAGE_TOKENS} tokens"), (torch.int8, "a page has")],
+    ids=["bf16", "int8"],
+)
+def test_the_table_is_what_the_code_computes(kv_dtype: torch.dtype, page_words: str) -> None:
     text = DOC.read_text(encoding="utf-8")
-    sizes = real_sizes()
+    sizes = real_sizes(kv_dtype)
     assert f"a checkpoint has {sizes.checkpoint_bytes:,} bytes" in text
-    assert f"a page of {PAGE_TOKENS} tokens {sizes.page_bytes:,}" in text
+    assert f"{page_words} {sizes.page_bytes:,}" in text
     expected = table(sizes)
     assert expected in text, f"docs/conversations.md should have\n{expected}"

@@ -16,7 +16,7 @@ from engine.engine import load_engine
 from engine.errors import ConfigMismatch, PlanRefused
 from engine.memory_plan import make_plan
 from engine.model_spec import spec_from_config
-from engine.state import SlotState, state_shapes
+from engine.state import SlotState, state_dtype, state_shapes
 from tests.oracle.tiny import GRID, make_checkpoint
 
 
@@ -25,20 +25,36 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("plan")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "kv", "held_as"),
+    [
+        ("float32", "auto", "float32"),
+        ("float32", "bf16", "bfloat16"),
+        ("float32", "int8", "int8"),
+        ("bfloat16", "auto", "bfloat16"),
+        ("bfloat16", "fp32", "float32"),
+        ("bfloat16", "int8", "int8"),
+    ],
+)
 @pytest.mark.parametrize("name", GRID)
-def test_every_planned_line_is_allocated_as_planned(directory: Path, name: str, dtype: str) -> None:
+def test_every_planned_line_is_allocated_as_planned(
+    directory: Path, name: str, dtype: str, kv: str, held_as: str
+) -> None:
     checkpoint = make_checkpoint(directory, name)
     config = EngineConfig(
-        model=str(checkpoint), device="cpu", dtype=dtype, max_context=100, chunk_tokens=32
+        model=str(checkpoint), device="cpu", dtype=dtype, kv=kv, max_context=100, chunk_tokens=32
     )
-    items = load_engine(config).info.memory_plan
+    info = load_engine(config).info
+    assert info.kv_dtype == held_as
+    items = info.memory_plan
     measured = [item for item in items if item.actual_bytes is not None]
     assert [(i.name, i.planned_bytes) for i in measured] == [
         (i.name, i.actual_bytes) for i in measured
     ]
     unmeasured = {item.name for item in items} - {item.name for item in measured}
-    assert unmeasured == {"prefill buffers", "window logits"}
+    converted = set[str]() if held_as == dtype else {"converted K/V"}
+    assert unmeasured == {"prefill buffers", "window logits"} | converted
+    assert {"session k_scale", "session v_scale"} <= {i.name for i in items} or held_as != "int8"
 
 
 def test_without_drafts_the_draft_layer_is_neither_planned_nor_held(directory: Path) -> None:
@@ -73,10 +89,15 @@ geometries = st.fixed_dictionaries(
 )
 
 
-@given(changes=geometries, num_slots=st.integers(1, 4), max_context=st.integers(1, 300))
+@given(
+    changes=geometries,
+    num_slots=st.integers(1, 4),
+    max_context=st.integers(1, 300),
+    kv_dtype=st.sampled_from([torch.bfloat16, torch.int8]),
+)
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_sessions_of_any_geometry_are_allocated_as_planned(
-    changes: dict[str, Any], num_slots: int, max_context: int
+    changes: dict[str, Any], num_slots: int, max_context: int, kv_dtype: torch.dtype
 ) -> None:
     base: dict[str, Any] = {
         "model_type": "qwen4_exp_text",
@@ -91,16 +112,20 @@ def test_sessions_of_any_geometry_are_allocated_as_planned(
         "rope_parameters": {"partial_rotary_factor": 0.5},
     }
     spec = spec_from_config(json.loads(json.dumps({**base, **changes})), name="random")
-    shapes = state_shapes(spec, num_slots=num_slots, max_context=max_context)
+    shapes = state_shapes(spec, num_slots=num_slots, max_context=max_context, kv_dtype=kv_dtype)
     state = SlotState(
         spec,
         num_slots=num_slots,
         max_context=max_context,
         dtype=torch.bfloat16,
+        kv_dtype=kv_dtype,
         device=torch.device("cpu"),
     )
     held = {name: getattr(state, name) for name in shapes}
     assert {name: tuple(tensor.shape) for name, tensor in held.items()} == shapes
+    assert {name: tensor.dtype for name, tensor in held.items()} == {
+        name: state_dtype(name, dtype=torch.bfloat16, kv_dtype=kv_dtype) for name in shapes
+    }
     others = [
         name
         for name in SlotState.__dict__.get("__slots__", ()) or vars(state)
@@ -133,6 +158,7 @@ def test_a_plan_that_does_not_fit_gives_both_numbers_and_the_option() -> None:
         spec,
         state_bytes={"s": 3 << 20},
         element_bytes=4,
+        converts_kv=False,
         num_positions=1,
         chunk_tokens=1,
         window_rows=1,
@@ -151,6 +177,7 @@ def test_a_plan_that_does_not_fit_gives_both_numbers_and_the_option() -> None:
         ({"num_slots": 5}, "num_slots: found 5, required 1 to 4"),
         ({"max_context": 513}, "max_context: found 513, required at most the model's 512"),
         ({"max_draft": 5}, "max_draft: found 5, required 0 to 4"),
+        ({"kv": "int4"}, "kv: found int4, required auto, fp32, bf16, int8"),
     ],
 )
 def test_choices_out_of_range_are_refused_before_loading(

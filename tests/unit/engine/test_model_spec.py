@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine.errors import ConfigMismatch
 from engine.memory_plan import weight_bytes
@@ -53,7 +54,7 @@ def test_the_hash_constants_of_the_real_model() -> None:
 
 
 def test_state_of_one_sequence_has_the_bytes_of_the_real_model() -> None:
-    shapes = state_shapes(real(), num_slots=1, max_context=262144)
+    shapes = state_shapes(real(), num_slots=1, max_context=262144, kv_dtype=torch.bfloat16)
     assert _elements(shapes["s"]) * 4 == 113_246_208
     # History rows only: a window's rows come on top.
     assert shapes["conv"][2:] == (3 + 5, 10240)

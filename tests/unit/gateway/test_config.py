@@ -62,7 +62,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[AppConfig]:
         (["--device", "cuda:x"], ["--device"]),
         (["--dtype", "int8"], ["--dtype", "int8", "bfloat16"]),
         (["--log-level", "loud"], ["--log-level", "loud"]),
-        (["--kv", "int8"], ["--kv"]),
+        (["--kv", "int4"], ["--kv", "int4", "auto, fp32, bf16, int8"]),
         (["--vision"], ["--vision"]),
         (["--api-key-file", "/nonexistent"], ["--api-key-file", "/nonexistent"]),
         (["a", "--model", "b"], ["named twice"]),
@@ -118,7 +118,7 @@ def test_options_arrive(started: list[AppConfig], tmp_path: Path) -> None:
     keys.write_text("ann:k1\n")
     arguments = (
         f"serve DIR --port 0 --batch 2 --max-context 512 --spec 3 --spec-min-p 0.25 --prefill 128 "
-        f"--max-queue 9 --drain-s 1.5 --device cuda:1 --dtype float32 --threads 2 "
+        f"--max-queue 9 --drain-s 1.5 --device cuda:1 --dtype float32 --kv int8 --threads 2 "
         f"--served-model-name m --cors-origin https://a --cors-origin https://b "
         f"--conversation-cache-slots 7 --conversation-cache-mib 100 --conversation-cache-min-free-mib 3 "
         f"--otlp-endpoint http://127.0.0.1:4318 --log-level error --host ::1 --api-key-file {keys}"
@@ -130,6 +130,7 @@ def test_options_arrive(started: list[AppConfig], tmp_path: Path) -> None:
     assert (engine.model, engine.num_slots, engine.max_context) == ("DIR", 2, 512)
     assert (engine.max_draft, scheduler.spec_min_p, engine.chunk_tokens) == (3, 0.25, 128)
     assert (engine.device, engine.dtype, engine.threads) == ("cuda:1", "float32", 2)
+    assert engine.kv == "int8"
     assert (scheduler.max_queue, gateway.drain_s, gateway.port) == (9, 1.5, 0)
     cache = scheduler.cache
     assert (cache.max_conversations, cache.capacity_bytes) == (7, 100 * 2**20)

@@ -54,6 +54,7 @@ async def test_an_idle_server() -> None:
     assert status["engine"] == {"state": "ready", "restarts": 0}
     assert status["queue"] == {"length": 0}
     assert status["model"]["id"] == "scripted"
+    assert status["model"]["kv_dtype"] == "none"
     assert status["model"]["max_context"] == 4096
     assert 0 <= status["uptime_s"] < 20
     assert [slot["phase"] for slot in status["slots"]] == ["free"] * 4
