@@ -30,7 +30,7 @@ def start_times(
             return _ramp(arrivals.rate, arrivals.rate_end, duration_s, rng)
         case Shape.TRACE:
             return iter(sorted(trace_s))
-        case Shape.CLOSED:
+        case Shape.CLOSED | Shape.SATURATE:
             raise ValueError("a closed loop has no start times: its clients wait for answers")
 
 

@@ -6,16 +6,16 @@ All times are the event loop's, in seconds, so that a loop with a clock of its o
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 import httpx
+import orjson
+
+from loadtest.sse import EventDecoder, SseError
 
 _MAX_ERROR_CHARS = 300
-_MAX_LINE_BYTES = 8 << 20
 
 
 class Outcome(StrEnum):
@@ -45,11 +45,13 @@ class RequestPlan:
     path: str = "/chat/completions"
     stream: bool = True
     expected: tuple[str, ...] = (Outcome.OK,)
-    """Outcomes that are right; an HTTP error is named with its status, `http_error 400`."""
+    """Labels that are right; an error is named with its status or code, `http_error 400`."""
     disconnect_after_chunks: int | None = None
     """Leave after so many chunks; 0 leaves as soon as the answer's head is there."""
     read_delay_s: float = 0.0
-    """Sleep before each read: a slow reader."""
+    """Sleep after each read: a slow reader."""
+    max_tokens: int = 0
+    """The most tokens the answer may have; bounds what a server may count for a client that left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,24 +62,32 @@ class RequestRecord:
     intended_start_s: float
     """When it should have started; latencies count from here, so that a late client hides nothing."""
     start_s: float
+    """When it began to connect or, on an open connection, to send."""
     end_s: float
+    late_s: float = 0.0
+    """How far the load generator itself fell behind: its own work before `start_s`, and what kept it from it."""
     chunk_times_s: tuple[float, ...]
-    """Arrivals of chunks that carry text, reasoning or tool calls."""
+    """Arrivals of chunks that carry text, reasoning or tool calls, taken before they are parsed."""
     outcome: Outcome
     expected: bool
     status: int | None = None
     error: str = ""
+    error_code: str | None = None
+    """What the server calls its error: the `code` of the error object, or its `type`."""
     retry_after: str | None = None
+    max_tokens: int = 0
     prompt_tokens: int | None = None
+    """The last that usage said; known also of a stream that was cut short, if its chunks carry usage."""
     completion_tokens: int | None = None
     cached_tokens: int | None = None
     finish_reason: str | None = None
     text: str = ""
+    reasoning: str = ""
 
     @property
     def label(self) -> str:
-        """The outcome, and for an HTTP error its status."""
-        return outcome_label(self.outcome, self.status)
+        """The outcome, with the status of an HTTP error and the code of an error event."""
+        return outcome_label(self.outcome, self.status, self.error_code)
 
     @property
     def ttft_s(self) -> float | None:
@@ -87,11 +97,6 @@ class RequestRecord:
     @property
     def e2e_s(self) -> float:
         return self.end_s - self.intended_start_s
-
-    @property
-    def late_s(self) -> float:
-        """How far the load generator itself fell behind."""
-        return self.start_s - self.intended_start_s
 
     @property
     def gaps_s(self) -> tuple[float, ...]:
@@ -117,8 +122,14 @@ class RequestRecord:
         )
 
 
-def outcome_label(outcome: Outcome, status: int | None) -> str:
-    return f"{outcome} {status}" if outcome is Outcome.HTTP_ERROR else str(outcome)
+def outcome_label(outcome: Outcome, status: int | None, code: str | None) -> str:
+    match outcome:
+        case Outcome.HTTP_ERROR:
+            return f"{outcome} {status}"
+        case Outcome.STREAM_ERROR if code is not None:
+            return f"{outcome} {code}"
+        case _:
+            return str(outcome)
 
 
 class ProtocolError(Exception):
@@ -127,6 +138,10 @@ class ProtocolError(Exception):
 
 class ServerError(Exception):
     """An error event inside a stream, or a stream that ended too early."""
+
+    def __init__(self, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class _Left(Exception):
@@ -137,25 +152,34 @@ class _Left(Exception):
 class _Answer:
     """What was read so far."""
 
+    start_s: float | None = None
     status: int | None = None
     retry_after: str | None = None
     chunk_times_s: list[float] = field(default_factory=list[float])
     texts: list[str] = field(default_factory=list[str])
+    reasoning: list[str] = field(default_factory=list[str])
     finish_reason: str | None = None
     done_s: float | None = None
     usage: dict[str, Any] = field(default_factory=dict[str, Any])
     error: str = ""
+    error_code: str | None = None
 
 
 async def send(
-    http: httpx.AsyncClient, plan: RequestPlan, *, intended_start_s: float, timeout_s: float
+    http: httpx.AsyncClient,
+    plan: RequestPlan,
+    *,
+    timeout_s: float,
+    intended_start_s: float | None = None,
 ) -> RequestRecord:
     """Send one request and read its answer to the end that its plan wants.
 
+    Without `intended_start_s` latencies count from the moment the request goes out: no plan was missed, and making
+    the request ready is not the server's time.
     Never raises for what a server does; cancellation closes the connection and goes on up.
     """
     loop = asyncio.get_running_loop()
-    start_s = loop.time()
+    called_s = loop.time()
     answer = _Answer()
     outcome = Outcome.OK
     try:
@@ -167,54 +191,73 @@ async def send(
         outcome = Outcome.DISCONNECTED
     except (TimeoutError, httpx.TimeoutException):
         outcome, answer.error = Outcome.TIMEOUT, f"not finished after {timeout_s:g} s"
-    except ProtocolError as error:
+    except (ProtocolError, SseError) as error:
         outcome, answer.error = Outcome.MALFORMED, str(error)
     except ServerError as error:
-        outcome, answer.error = Outcome.STREAM_ERROR, str(error)
+        outcome, answer.error, answer.error_code = Outcome.STREAM_ERROR, str(error), error.code
     except httpx.HTTPError as error:
         outcome = Outcome.CONNECTION if answer.status is None else Outcome.STREAM_ERROR
         answer.error = f"{type(error).__name__}: {error}"
-    end_s = loop.time() if answer.done_s is None else answer.done_s
-    return _record(plan, answer, outcome, (intended_start_s, start_s, end_s))
-
-
-def _record(
-    plan: RequestPlan, answer: _Answer, outcome: Outcome, times_s: tuple[float, float, float]
-) -> RequestRecord:
-    details: dict[str, Any] = answer.usage.get("prompt_tokens_details") or {}
-    intended_start_s, start_s, end_s = times_s
-    return RequestRecord(
-        kind=plan.kind,
-        intended_start_s=intended_start_s,
+    start_s = called_s if answer.start_s is None else answer.start_s
+    times = _Times(
+        intended_start_s=start_s if intended_start_s is None else intended_start_s,
         start_s=start_s,
-        end_s=end_s,
+        end_s=loop.time() if answer.done_s is None else answer.done_s,
+        late_s=start_s - (called_s if intended_start_s is None else intended_start_s),
+    )
+    return _record(plan, answer, outcome, times)
+
+
+class _Times(TypedDict):
+    intended_start_s: float
+    start_s: float
+    end_s: float
+    late_s: float
+
+
+def _record(plan: RequestPlan, answer: _Answer, outcome: Outcome, times: _Times) -> RequestRecord:
+    details: dict[str, Any] = answer.usage.get("prompt_tokens_details") or {}
+    return RequestRecord(
+        **times,
+        kind=plan.kind,
         chunk_times_s=tuple(answer.chunk_times_s),
         outcome=outcome,
-        expected=outcome_label(outcome, answer.status) in plan.expected,
+        expected=outcome_label(outcome, answer.status, answer.error_code) in plan.expected,
         status=answer.status,
         error=answer.error[:_MAX_ERROR_CHARS],
+        error_code=answer.error_code,
+        max_tokens=plan.max_tokens,
         retry_after=answer.retry_after,
         prompt_tokens=answer.usage.get("prompt_tokens"),
         completion_tokens=answer.usage.get("completion_tokens"),
         cached_tokens=details.get("cached_tokens"),
         finish_reason=answer.finish_reason,
         text="".join(answer.texts),
+        reasoning="".join(answer.reasoning),
     )
 
 
 async def _exchange(http: httpx.AsyncClient, plan: RequestPlan, answer: _Answer) -> None:
+    loop = asyncio.get_running_loop()
+
+    async def on_wire(event: str, details: dict[str, Any]) -> None:
+        if answer.start_s is None:
+            answer.start_s = loop.time()
+
     request = http.build_request(
         "POST",
         plan.path.lstrip("/"),
         content=plan.body,
         headers={"content-type": "application/json"},
+        extensions={"trace": on_wire},
     )
     response = await http.send(request, stream=True)
     try:
         answer.status = response.status_code
         answer.retry_after = response.headers.get("retry-after")
         if response.status_code != 200:
-            answer.error = (await response.aread()).decode("utf-8", "replace")
+            body = await response.aread()
+            answer.error, answer.error_code = body.decode("utf-8", "replace"), _code_of(body)
         elif plan.stream:
             await _read_stream(response, plan, answer)
         else:
@@ -224,8 +267,7 @@ async def _exchange(http: httpx.AsyncClient, plan: RequestPlan, answer: _Answer)
 
 
 def _read_whole(body: bytes, answer: _Answer) -> None:
-    payload = _parse(body)
-    _take_chunk(payload, answer)
+    _take_chunk(_parse(body), answer, asyncio.get_running_loop().time())
     if not answer.usage:
         raise ProtocolError("an answer without usage")
     answer.chunk_times_s.clear()  # one piece: no first token to speak of
@@ -237,51 +279,35 @@ async def _read_stream(response: httpx.Response, plan: RequestPlan, answer: _Ans
         raise ProtocolError(f"a stream of type {content_type!r}")
     if plan.disconnect_after_chunks == 0:
         raise _Left
+    loop = asyncio.get_running_loop()
+    decoder = EventDecoder()
     # Read past [DONE] to the end of the body: only then can the connection carry the next request.
-    async for data in _events(response, plan.read_delay_s):
-        if answer.done_s is not None:
-            raise ProtocolError("an event after [DONE]")
-        if data == b"[DONE]":
-            if answer.finish_reason is None:
-                raise ProtocolError("[DONE] before any finish_reason")
-            answer.done_s = asyncio.get_running_loop().time()
-            continue
-        _take_chunk(_parse(data), answer)
-        if plan.disconnect_after_chunks == len(answer.chunk_times_s):
-            raise _Left
+    async for piece in response.aiter_raw():
+        arrived_s = loop.time()
+        for data in decoder.feed(piece):
+            _take_event(data, answer, arrived_s)
+            if plan.disconnect_after_chunks == len(answer.chunk_times_s):
+                raise _Left
+        if plan.read_delay_s:
+            await asyncio.sleep(plan.read_delay_s)
     if answer.done_s is None:
         raise ServerError("the stream ended without [DONE]")
 
 
-async def _events(response: httpx.Response, read_delay_s: float) -> AsyncIterator[bytes]:
-    """The data of each server-sent event. Lines end in LF or CRLF; comments and other fields are skipped."""
-    data: list[bytes] = []
-    async for line in _lines(response, read_delay_s):
-        if not line:
-            if data:
-                yield b"\n".join(data)
-                data.clear()
-        elif line.startswith(b"data:"):
-            data.append(line[5:].removeprefix(b" "))
-        elif not line.startswith((b":", b"event:", b"id:", b"retry:")):
-            raise ProtocolError(f"not a line of an event stream: {line[:80]!r}")
-
-
-async def _lines(response: httpx.Response, read_delay_s: float) -> AsyncIterator[bytes]:
-    rest = b""
-    async for part in response.aiter_raw():
-        *lines, rest = (rest + part).split(b"\n")
-        if len(rest) > _MAX_LINE_BYTES:
-            raise ProtocolError(f"a line of more than {_MAX_LINE_BYTES} bytes")
-        for line in lines:
-            yield line.removesuffix(b"\r")
-        if read_delay_s:
-            await asyncio.sleep(read_delay_s)
+def _take_event(data: bytes, answer: _Answer, arrived_s: float) -> None:
+    if answer.done_s is not None:
+        raise ProtocolError("an event after [DONE]")
+    if data != b"[DONE]":
+        _take_chunk(_parse(data), answer, arrived_s)
+    elif answer.finish_reason is None:
+        raise ProtocolError("[DONE] before any finish_reason")
+    else:
+        answer.done_s = arrived_s
 
 
 def _parse(data: bytes) -> dict[str, Any]:
     try:
-        payload: object = json.loads(data)
+        payload: object = orjson.loads(data)
     except ValueError as error:
         raise ProtocolError(f"not JSON: {data[:80]!r}") from error
     if not isinstance(payload, dict):
@@ -289,9 +315,26 @@ def _parse(data: bytes) -> dict[str, Any]:
     return cast("dict[str, Any]", payload)
 
 
-def _take_chunk(payload: dict[str, Any], answer: _Answer) -> None:
-    if payload.get("error"):
-        raise ServerError(json.dumps(payload["error"]))
+def _code_of(body: bytes) -> str | None:
+    """The code of an OpenAI error object, or its type; None if the body is no such object."""
+    try:
+        error = _parse(body).get("error")
+    except ProtocolError:
+        return None
+    return _error_code(error)
+
+
+def _error_code(error: object) -> str | None:
+    if not isinstance(error, dict):
+        return None
+    fields = cast("dict[str, Any]", error)
+    code = fields.get("code") or fields.get("type")
+    return code if isinstance(code, str) else None
+
+
+def _take_chunk(payload: dict[str, Any], answer: _Answer, arrived_s: float) -> None:
+    if error := payload.get("error"):
+        raise ServerError(orjson.dumps(error).decode(), _error_code(error))
     if payload.get("usage"):
         answer.usage = payload["usage"]
     choices = payload.get("choices")
@@ -300,7 +343,9 @@ def _take_chunk(payload: dict[str, Any], answer: _Answer) -> None:
     for choice in cast("list[dict[str, Any]]", choices):
         delta: dict[str, Any] = choice.get("delta") or choice.get("message") or choice
         text = delta.get("content") or delta.get("text") or ""
-        if text or delta.get("reasoning_content") or delta.get("tool_calls"):
-            answer.chunk_times_s.append(asyncio.get_running_loop().time())
+        reasoning = delta.get("reasoning_content") or ""
+        if text or reasoning or delta.get("tool_calls"):
+            answer.chunk_times_s.append(arrived_s)
             answer.texts.append(text)
+            answer.reasoning.append(reasoning)
         answer.finish_reason = choice.get("finish_reason") or answer.finish_reason

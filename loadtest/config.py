@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 SLO_METRICS = ("ttft", "itl", "tpot", "e2e")
-_DURATION = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>ms|s)")
+_UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0}
+_DURATION = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>ms|s|m)")
 
 
 class Shape(StrEnum):
@@ -19,6 +20,8 @@ class Shape(StrEnum):
     POISSON = "poisson"
     GAMMA = "gamma"
     """Like Poisson, with burstiness: below 1 in bursts, above 1 more even."""
+    SATURATE = "saturate"
+    """Closed loops of 1, 2, 4, ... clients, until the output stops growing."""
     RAMP = "ramp"
     """Poisson, with a rate that grows linearly from `rate` to `rate_end`."""
     TRACE = "trace"
@@ -88,9 +91,8 @@ def parse_slo(text: str) -> Slo:
 
 
 def parse_duration(text: str) -> float:
-    """`500ms` or `2s` -> seconds."""
+    """`500ms`, `2s` or `30m` -> seconds."""
     match = _DURATION.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"{text!r}: expected a time such as 500ms or 2s")
-    number = float(match["number"])
-    return number / 1000 if match["unit"] == "ms" else number
+        raise ValueError(f"{text!r}: expected a time such as 500ms, 2s or 30m")
+    return float(match["number"]) * _UNITS_S[match["unit"]]

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import orjson
@@ -18,6 +18,8 @@ from loadtest.client import Outcome, RequestPlan, RequestRecord, send
 if TYPE_CHECKING:
     from loadtest.config import Limits, Target
     from loadtest.workload import Conversation
+
+_RETRY_S = 1.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,16 +53,22 @@ class Driver:
     source: Iterator[Conversation | RequestPlan]
     options: dict[str, object] = field(default_factory=dict[str, object])
     """Fields added to every request body."""
+    also_expected: tuple[str, ...] = ()
+    """Labels that are right for every request, whatever it is."""
     on_record: Callable[[RequestRecord], None] = lambda record: None
     _sent: int = 0
 
     async def closed_loop(self, concurrency: int) -> Stage:
-        """`concurrency` clients, each sending its next conversation when its last one is over."""
+        """`concurrency` clients, each sending its next conversation when its last one is over.
+
+        A client that is told to come back later does so; one that gets no connection tries again after a second.
+        """
         stage = self._begin(f"{concurrency} clients", concurrency)
 
         async def client() -> None:
             while self._may_start(stage) and (item := self._next()) is not None:
-                await self._play(item, stage, asyncio.get_running_loop().time())
+                record = await self._play(item, stage, None)
+                await asyncio.sleep(_hold_back_s(record, stage))
 
         async with asyncio.TaskGroup() as tasks:
             for _ in range(concurrency):
@@ -105,31 +113,39 @@ class Driver:
         return self._sent < self.limits.max_requests and before_deadline
 
     async def _play(
-        self, item: Conversation | RequestPlan, stage: Stage, intended_s: float
-    ) -> None:
+        self, item: Conversation | RequestPlan, stage: Stage, intended_s: float | None
+    ) -> RequestRecord:
+        """Returns the last record. The first request is due at `intended_s`, or now; the others after the pause."""
         if isinstance(item, RequestPlan):
-            await self._send(item, stage, intended_s)
-            return
-        messages: list[dict[str, str]] = []
+            return await self._send(item, stage, intended_s)
+        messages: list[dict[str, Any]] = []
         if item.system is not None:
             messages.append({"role": "system", "content": item.system})
-        for number, turn in enumerate(item.turns):
-            if number and not self._may_start(stage):
-                return
-            messages.append({"role": "user", "content": turn})
-            record = await self._send(self._chat(messages, item.max_tokens), stage, intended_s)
-            if record.outcome is not Outcome.OK:
-                return
-            messages.append({"role": "assistant", "content": record.text})
-            intended_s = record.end_s + item.pause_s
-            if item.pause_s:
-                await asyncio.sleep(item.pause_s)
+        messages.append({"role": "user", "content": item.turns[0]})
+        record = await self._send(self._chat(item, messages), stage, intended_s)
+        for turn in item.turns[1:]:
+            if record.outcome is not Outcome.OK or not self._may_start(stage):
+                break
+            messages += _next_turn(item, record.text, turn, call_id=f"call_{len(messages)}")
+            due_s = record.end_s + item.pause_s if item.pause_s else None
+            await asyncio.sleep(item.pause_s)
+            record = await self._send(self._chat(item, messages), stage, due_s)
+        return record
 
-    def _chat(self, messages: list[dict[str, str]], max_tokens: int) -> RequestPlan:
-        return RequestPlan(body=chat_body(self.target.model, messages, max_tokens, self.options))
+    def _chat(self, item: Conversation, messages: list[dict[str, Any]]) -> RequestPlan:
+        fields = {**self.options, "tools": item.tools} if item.tools else self.options
+        return RequestPlan(
+            body=chat_body(self.target.model, messages, item.max_tokens, fields),
+            kind=item.kind,
+            max_tokens=item.max_tokens,
+        )
 
-    async def _send(self, plan: RequestPlan, stage: Stage, intended_s: float) -> RequestRecord:
+    async def _send(
+        self, plan: RequestPlan, stage: Stage, intended_s: float | None
+    ) -> RequestRecord:
         self._sent += 1
+        if self.also_expected:
+            plan = replace(plan, expected=(*plan.expected, *self.also_expected))
         record = await send(
             self.http, plan, intended_start_s=intended_s, timeout_s=self.target.timeout_s
         )
@@ -138,8 +154,29 @@ class Driver:
         return record
 
 
+def _next_turn(item: Conversation, answer: str, turn: str, *, call_id: str) -> list[dict[str, Any]]:
+    """The answer and what follows it: the user's words, or a result for a call that we say the model made."""
+    if not item.tools:
+        return [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
+    function = {"name": item.tools[0]["function"]["name"], "arguments": "{}"}
+    call = {"id": call_id, "type": "function", "function": function}
+    return [
+        {"role": "assistant", "content": answer, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call_id, "content": turn},
+    ]
+
+
+def _hold_back_s(record: RequestRecord, stage: Stage) -> float:
+    """As long as Retry-After says, if it says so in seconds; not past the stage's deadline."""
+    if record.retry_after is None and record.outcome is not Outcome.CONNECTION:
+        return 0.0
+    text = record.retry_after or ""
+    seconds = float(text) if text.isdecimal() else _RETRY_S
+    return max(0.0, min(seconds, stage.deadline_s - record.end_s))
+
+
 def chat_body(
-    model: str, messages: list[dict[str, str]], max_tokens: int, options: dict[str, object]
+    model: str, messages: list[dict[str, Any]], max_tokens: int, options: dict[str, object]
 ) -> bytes:
     """A streaming chat request that asks for usage."""
     return orjson.dumps(

@@ -1,12 +1,14 @@
 """A server that answers after a known time and writes at a known pace, to calibrate load generators with.
 
 `python -m loadtest.mock_server --port 9999 --ttft-ms 50 --itl-ms 10`. Every request gets max_tokens chunks of one
-token. Each chunk has its own due time, so that sleeps which end late do not add up.
+token. Each chunk has its own due time, so that sleeps which end late do not add up. A timer of a busy machine is late
+all the same, so the server keeps when it really sent what: GET /served.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -32,10 +34,14 @@ class Pace:
 
 
 def build_app(pace: Pace) -> Starlette:
-    """Chat completions, streamed or whole, and /health."""
+    """Chat completions, streamed or whole, /health, and /served: [arrival, chunk, chunk, ...] of each stream.
+
+    All times are of time.monotonic, which processes of one machine share.
+    """
+    served: list[list[float]] = []
 
     async def chat(request: Request) -> Response:
-        arrived_s = asyncio.get_running_loop().time()
+        arrived_s = time.monotonic()
         fields: dict[str, Any] = orjson.loads(await request.body())
         num_tokens = int(fields.get("max_tokens") or 16)
         usage = {
@@ -44,7 +50,9 @@ def build_app(pace: Pace) -> Starlette:
         }
         num_chunks = -(-num_tokens // pace.tokens_per_chunk)
         if fields.get("stream"):
-            chunks = _stream(pace, arrived_s, num_chunks, usage)
+            sent_s = [arrived_s]
+            served.append(sent_s)
+            chunks = _stream(pace, sent_s, num_chunks, usage)
             return StreamingResponse(chunks, media_type="text/event-stream")
         await _sleep_until(arrived_s + pace.ttft_s + pace.itl_s * (num_chunks - 1))
         message = {"role": "assistant", "content": "word " * num_tokens}
@@ -54,19 +62,26 @@ def build_app(pace: Pace) -> Starlette:
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
+    async def show_served(request: Request) -> Response:
+        return JSONResponse(served)
+
     return Starlette(
         routes=[
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/health", health),
+            Route("/served", show_served),
         ]
     )
 
 
 async def _stream(
-    pace: Pace, arrived_s: float, num_chunks: int, usage: dict[str, int]
+    pace: Pace, sent_s: list[float], num_chunks: int, usage: dict[str, int]
 ) -> AsyncIterator[bytes]:
+    """Appends to `sent_s`, which begins with the arrival, when each chunk went out."""
+    first_due_s = sent_s[0] + pace.ttft_s
     for index in range(num_chunks):
-        await _sleep_until(arrived_s + pace.ttft_s + pace.itl_s * index)
+        await _sleep_until(first_due_s + pace.itl_s * index)
+        sent_s.append(time.monotonic())
         yield _frame([{"index": 0, "delta": {"content": "word " * pace.tokens_per_chunk}}])
     yield _frame([{"index": 0, "delta": {}, "finish_reason": "length"}])
     yield _frame([], usage)
@@ -79,7 +94,7 @@ def _frame(choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -
 
 
 async def _sleep_until(due_s: float) -> None:
-    await asyncio.sleep(max(0.0, due_s - asyncio.get_running_loop().time()))
+    await asyncio.sleep(max(0.0, due_s - time.monotonic()))
 
 
 def main(
@@ -90,7 +105,8 @@ def main(
 ) -> None:
     """Serve on 127.0.0.1 until interrupted."""
     pace = Pace(ttft_s=ttft_ms / 1000, itl_s=itl_ms / 1000, tokens_per_chunk=tokens_per_chunk)
-    uvicorn.run(build_app(pace), host="127.0.0.1", port=port, log_level="warning")
+    # Not uvloop: its timers are whole milliseconds.
+    uvicorn.run(build_app(pace), host="127.0.0.1", port=port, log_level="warning", loop="asyncio")
 
 
 if __name__ == "__main__":

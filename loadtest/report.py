@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+from collections import Counter
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -14,6 +15,7 @@ from rich.table import Table
 
 from loadtest.client import Outcome, RequestRecord
 from loadtest.plot import Series, line_chart
+from loadtest.saturation import is_saturated, knee
 from loadtest.scrape import Sample, acceptance, acceptance_rate
 from loadtest.stats import PERCENTILES, Summary, tokens_over_time
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
     from loadtest.config import Slo
     from loadtest.driver import Stage
+    from loadtest.processes import MemorySample
 
 _METRICS = (
     ("ttft", "TTFT"),
@@ -47,6 +50,12 @@ class Run:
     summaries: tuple[Summary, ...]
     """One per stage."""
     samples: tuple[Sample, ...]
+    memory: tuple[MemorySample, ...]
+    """Of the server's processes; empty when they were not watched."""
+    kill_times_s: tuple[float, ...]
+    """When its engine was killed."""
+    seeks_knee: bool
+    """The stages are a ramp to saturation."""
     disagreements: tuple[str, ...] | None
     """Between the server's counters and ours; None when they were not compared."""
 
@@ -60,8 +69,60 @@ def print_tables(run: Run, console: Console) -> None:
         depths = ", ".join(f"{d}: {a / o:.2f}" for d, o, a in rows if o)
         if depths:
             console.print(f"drafts accepted by depth: {depths}")
+    for line in _notes(run):
+        console.print(line)
+
+
+def _notes(run: Run) -> list[str]:
+    """What is said of the run as a whole."""
+    notes = [_kinds(run)]
+    if run.seeks_knee:
+        notes.append(_knee(run.summaries))
+    if run.kill_times_s:
+        notes.append(f"engine killed {len(run.kill_times_s)} times")
+    if len(run.memory) > 1:
+        notes += _memory(run.memory)
     if run.disagreements is not None:
-        console.print("\n".join(run.disagreements) or "server and clients agree on all counts")
+        notes += run.disagreements or ("server and clients agree on all counts",)
+    return [note for note in notes if note]
+
+
+def _kinds(run: Run) -> str:
+    """How each kind of request ended, if there are several."""
+    outcomes: dict[str, Counter[str]] = {}
+    for stage in run.stages:
+        for record in stage.records:
+            outcomes.setdefault(record.kind, Counter())[record.label] += 1
+    if len(outcomes) < 2:
+        return ""
+    return "; ".join(
+        f"{kind}: " + ", ".join(f"{label} {count}" for label, count in sorted(found.items()))
+        for kind, found in sorted(outcomes.items())
+    )
+
+
+def _knee(summaries: tuple[Summary, ...]) -> str:
+    found = knee(summaries)
+    if found is None:
+        return "no knee: nothing was answered"
+    ttft = found.get("ttft")
+    waits = "" if ttft is None else f", TTFT {ttft.at(50) * 1000:,.0f} ms (p50)"
+    if not is_saturated(summaries):
+        return f"not saturated by {found.name}: {found.tokens_per_s:,.1f} tokens/s{waits}"
+    return f"knee at {found.name}: {found.tokens_per_s:,.1f} tokens/s{waits}; more clients only wait longer"
+
+
+def _memory(samples: tuple[MemorySample, ...]) -> list[str]:
+    mib = 1 << 20
+    rows = (
+        ("server", [sample.server_bytes / mib for sample in samples]),
+        ("engine", [sample.engine_bytes / mib for sample in samples]),
+    )
+    return [
+        f"memory of the {name}, MiB: {values[0]:,.1f} at first, {max(values):,.1f} at most, "
+        f"{values[len(values) // 2]:,.1f} halfway, {values[-1]:,.1f} at last"
+        for name, values in rows
+    ]
 
 
 def _table(summary: Summary) -> Table:
@@ -105,7 +166,13 @@ def write_json(run: Run, path: Path) -> None:
         "settings": run.settings,
         "slo": dict(run.slo.limits),
         "stages": [_summary_fields(summary) for summary in run.summaries],
+        "notes": _notes(run),
         "disagreements": run.disagreements,
+        "kill_times_s": [time_s - origin_s for time_s in run.kill_times_s],
+        "memory": [
+            {**dataclasses.asdict(sample), "time_s": sample.time_s - origin_s}
+            for sample in run.memory
+        ],
         "samples": [
             {**dataclasses.asdict(sample), "time_s": sample.time_s - origin_s}
             for sample in run.samples
@@ -187,14 +254,11 @@ def write_html(run: Run, path: Path) -> None:
     )
     tables = "".join(_html_table(summary, run.slo) for summary in run.summaries)
     plots = "".join(_plots(run))
-    counts = ""
-    if run.disagreements is not None:
-        text = "; ".join(run.disagreements) or "Server and clients agree on all counts."
-        counts = f"<p>{escape(text)}</p>"
+    notes = "".join(f"<p>{escape(note)}</p>" for note in _notes(run))
     path.write_text(
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Load test</title>'
         f"<style>{_STYLE}</style><h1>Load test, {escape(run.started_at)}</h1>"
-        f"<table>{settings}</table>{tables}{counts}<div class=plots>{plots}</div></html>\n",
+        f"<table>{settings}</table>{tables}{notes}<div class=plots>{plots}</div></html>\n",
         encoding="utf-8",
     )
 
@@ -244,6 +308,8 @@ def _plots(run: Run) -> list[str]:
     )
     plots += _concurrency_plots(run)
     plots += _server_plots(run)
+    if len(run.memory) > 1:
+        plots.append(_memory_plot(run))
     return plots
 
 
@@ -307,3 +373,16 @@ def _server_plots(run: Run) -> list[str]:
         ),
         line_chart("Accepted of verified drafts", "s", "", [Series("", rates)], y_max=1.0),
     ]
+
+
+def _memory_plot(run: Run) -> str:
+    origin_s, mib = run.stages[0].start_s, 1 << 20
+    return line_chart(
+        "Memory of the server's processes",
+        "s",
+        "MiB",
+        [
+            Series("server", [(m.time_s - origin_s, m.server_bytes / mib) for m in run.memory]),
+            Series("engine", [(m.time_s - origin_s, m.engine_bytes / mib) for m in run.memory]),
+        ],
+    )

@@ -17,6 +17,12 @@ _ACCEPTED = "stratagate_drafts_accepted_total"
 _PROMPT_TOKENS = "stratagate_prompt_tokens_total"
 _COMPLETION_TOKENS = "stratagate_completion_tokens_total"
 _REQUESTS = "stratagate_requests_total"
+_REQUEST_TOKENS = "stratagate_request_tokens_total"
+_RESTARTS = "stratagate_engine_restarts_total"
+_ENGINE_UP = "stratagate_engine_up"
+
+Counts = tuple[tuple[str, float], ...]
+"""By the value of one label, counted from the server's start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,11 +35,20 @@ class Sample:
     queue_length: float | None
     prompt_tokens: float
     completion_tokens: float
-    drafts_offered: tuple[tuple[str, float], ...]
-    """By depth, counted from the server's start."""
-    drafts_accepted: tuple[tuple[str, float], ...]
-    requests: tuple[tuple[str, float], ...]
-    """By outcome, over all endpoints."""
+    drafts_offered: Counts
+    """By depth."""
+    drafts_accepted: Counts
+    requests: Counts
+    """By outcome, over all endpoints; so are the next two."""
+    request_prompt_tokens: Counts
+    request_completion_tokens: Counts
+    engine_restarts: float
+    engine_up: bool
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing runs or waits, and something could."""
+        return self.engine_up and not self.slots_busy and not self.queue_length
 
 
 def parse(text: str, *, time_s: float) -> Sample:
@@ -46,10 +61,11 @@ def parse(text: str, *, time_s: float) -> Sample:
     def single(name: str) -> float | None:
         return sum(value for _, value in values[name]) if name in values else None
 
-    def by_label(name: str, label: str) -> tuple[tuple[str, float], ...]:
+    def by_label(name: str, label: str, **only: str) -> Counts:
         sums: dict[str, float] = {}
         for labels, value in values.get(name, []):
-            sums[labels.get(label, "")] = sums.get(labels.get(label, ""), 0.0) + value
+            if only.items() <= labels.items():
+                sums[labels.get(label, "")] = sums.get(labels.get(label, ""), 0.0) + value
         return tuple(sorted(sums.items()))
 
     return Sample(
@@ -62,6 +78,10 @@ def parse(text: str, *, time_s: float) -> Sample:
         drafts_offered=by_label(_OFFERED, "depth"),
         drafts_accepted=by_label(_ACCEPTED, "depth"),
         requests=by_label(_REQUESTS, "outcome"),
+        request_prompt_tokens=by_label(_REQUEST_TOKENS, "outcome", kind="prompt"),
+        request_completion_tokens=by_label(_REQUEST_TOKENS, "outcome", kind="completion"),
+        engine_restarts=single(_RESTARTS) or 0.0,
+        engine_up=single(_ENGINE_UP) != 0.0,
     )
 
 
@@ -95,12 +115,3 @@ async def fetch(http: httpx.AsyncClient, root_url: str) -> Sample | None:
         return parse(response.text, time_s=asyncio.get_running_loop().time())
     except (httpx.HTTPError, ValueError):
         return None
-
-
-async def sample_until_cancelled(
-    http: httpx.AsyncClient, root_url: str, samples: list[Sample], *, every_s: float = 1.0
-) -> None:
-    """Append a sample every `every_s`; gives up at once when the server has no metrics."""
-    while (sample := await fetch(http, root_url)) is not None:
-        samples.append(sample)
-        await asyncio.sleep(every_s)

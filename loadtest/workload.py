@@ -32,7 +32,11 @@ class Conversation:
     """What one client says, turn after turn; the answers in between come from the server."""
 
     turns: tuple[str, ...]
+    kind: str = "chat"
+    """A label for the report."""
     system: str | None = None
+    tools: tuple[dict[str, Any], ...] = ()
+    """With tools the turns after the first are what a tool returned."""
     max_tokens: int = 128
     start_s: float | None = None
     """From a trace: when it starts."""

@@ -11,7 +11,7 @@ import pytest
 
 from loadtest.bench import Round, decode_rate, machine, markdown
 from loadtest.server_process import StartError, free_port, running
-from tests.unit.loadtest.test_faults import record
+from tests.unit.loadtest.records import record
 
 SERVER = """
 import http.server, sys

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
 from collections.abc import Iterator
 from random import Random
 
+import httpx
 import pytest
 
 from loadtest.arrivals import start_times
-from loadtest.client import RequestPlan
+from loadtest.client import RequestPlan, RequestRecord, send
 from loadtest.config import Arrivals, Limits, Shape, Slo
 from loadtest.driver import Driver, Stage
 from loadtest.stats import Distribution, Summary, summarize, tokens_over_time
 from loadtest.workload import Conversation
-from tests.unit.loadtest.virtual import TARGET, ScriptedServer, client, limits, run, steady
+from tests.unit.loadtest.virtual import (
+    TARGET,
+    Script,
+    ScriptedServer,
+    Unreachable,
+    Whole,
+    client,
+    limits,
+    run,
+    steady,
+)
 
 
 def conversations(turns: int = 1) -> Iterator[Conversation | RequestPlan]:
@@ -125,6 +137,66 @@ def test_request_cap_and_deadline_bound_both_loops() -> None:
     assert len(closed(server, 1, limits(duration_s=0.95)).records) == 10
     assert len(opened(server, [0.0] * 50, limits(max_requests=7)).records) == 7
     assert len(opened(server, [float(i) for i in range(50)], limits(duration_s=4.5)).records) == 5
+
+
+@pytest.mark.parametrize(
+    ("retry_after", "starts_s"), [("3", [0, 3, 6, 9]), ("tomorrow", [0, 1, 2, 3]), (None, [0] * 4)]
+)
+def test_a_client_comes_back_when_it_is_told_to(
+    retry_after: str | None, starts_s: list[float]
+) -> None:
+    server = ScriptedServer(lambda _: Script(pieces=(), status=503, retry_after=retry_after))
+    stage = closed(server, 1, limits(max_requests=4))
+    assert [record.start_s for record in stage.records] == starts_s
+
+
+def test_a_server_that_is_not_there_is_not_hammered() -> None:
+    async def main() -> Stage:
+        async with client(Unreachable()) as http:
+            driver = Driver(
+                http=http, target=TARGET, limits=limits(duration_s=5.5), source=conversations()
+            )
+            return await driver.closed_loop(2)
+
+    assert len(run(main()).records) == 12
+
+
+def test_a_stall_is_seen_by_every_request_that_was_due_in_it() -> None:
+    """Coordinated omission: a server stuck for 10 s delays all ten that were due, not only the one it had."""
+    stuck = iter([10.0])
+    server = ScriptedServer(lambda _: steady(ttft_s=next(stuck, 0.1), itl_s=0.1, num_chunks=1))
+    one_at_a_time = asyncio.Semaphore(1)
+
+    class OneByOne(httpx.AsyncBaseTransport):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            async with one_at_a_time:
+                response = await server.handle_async_request(request)
+                content = await response.aread()
+            headers = {"content-type": "text/event-stream"}
+            return httpx.Response(200, headers=headers, stream=Whole(content))
+
+    async def main() -> Stage:
+        async with client(OneByOne()) as http:
+            driver = Driver(http=http, target=TARGET, limits=limits(), source=conversations())
+            return await driver.open_loop("open", [float(n) for n in range(10)])
+
+    summary = summarize(run(main()), warmup_s=0.0, slo=Slo())
+    assert metric(summary, "ttft").maximum == pytest.approx(10.0)
+    assert metric(summary, "ttft").at(50) == pytest.approx(5.95)
+    assert metric(summary, "late").maximum == pytest.approx(0.0)
+
+
+def test_a_late_driver_does_not_shorten_latencies() -> None:
+    """What keeps the driver itself from sending in time counts, and is shown."""
+    server = ScriptedServer(lambda _: steady(ttft_s=0.2, itl_s=0.1, num_chunks=1))
+
+    async def main() -> RequestRecord:
+        async with client(server) as http:
+            await asyncio.sleep(0.5)
+            return await send(http, RequestPlan(body=b"{}"), intended_start_s=0.0, timeout_s=9.0)
+
+    record = run(main())
+    assert (record.ttft_s, record.late_s) == (pytest.approx(0.7), pytest.approx(0.5))
 
 
 def test_goodput_counts_requests_that_meet_every_limit() -> None:

@@ -13,6 +13,7 @@ from loadtest.client import Outcome, RequestPlan, RequestRecord, send
 from tests.unit.loadtest.virtual import (
     Script,
     ScriptedServer,
+    Unreachable,
     client,
     frame,
     run,
@@ -39,11 +40,6 @@ def answer(*pieces: bytes, **script: Any) -> ScriptedServer:
     return ScriptedServer(lambda _: Script(pieces=parts, **script))
 
 
-class Unreachable(httpx.AsyncBaseTransport):
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        raise httpx.ConnectError("refused")
-
-
 def test_ok_carries_text_usage_and_reason() -> None:
     server = ScriptedServer(lambda _: steady(ttft_s=1, itl_s=1, num_chunks=3))
     record = ask(server)
@@ -61,8 +57,10 @@ def test_http_error_keeps_status_body_and_retry_after() -> None:
 
 
 def test_error_event_is_a_stream_error() -> None:
-    record = ask(answer(text_frame("a"), frame({"error": {"message": "engine died"}}), DONE))
+    error = {"error": {"message": "engine died", "code": "engine_dead"}}
+    record = ask(answer(text_frame("a"), frame(error), DONE))
     assert (record.outcome, record.expected) == (Outcome.STREAM_ERROR, False)
+    assert (record.error_code, record.label) == ("engine_dead", "stream_error engine_dead")
     assert "engine died" in record.error
 
 
@@ -78,6 +76,35 @@ def test_the_body_is_read_to_its_end_so_that_the_connection_is_kept() -> None:
     record = ask(server)
     assert (record.outcome, record.end_s, server.bodies_read) == (Outcome.OK, 1.0, 1)
     assert ask(answer(text_frame("a"), STOP, DONE, text_frame("b"))).outcome is Outcome.MALFORMED
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b'{"error": {"code": "queue_full", "type": "rate_limit_error"}}', "queue_full"),
+        (b'{"error": {"code": null, "type": "server_error"}}', "server_error"),
+        (b'{"error": "no"}', None),
+        (b"<html>", None),
+    ],
+)
+def test_the_code_of_an_error_is_read_if_there_is_one(body: bytes, code: str | None) -> None:
+    assert ask(answer(body, status=500)).error_code == code
+
+
+def test_a_stream_cut_short_has_the_usage_that_its_chunks_said() -> None:
+    chunk = {
+        "choices": [{"index": 0, "delta": {"content": "a"}}],
+        "usage": {"prompt_tokens": 4, "completion_tokens": 3},
+    }
+    record = ask(answer(frame(chunk), breaks=True))
+    assert (record.outcome, record.prompt_tokens) == (Outcome.STREAM_ERROR, 4)
+    assert record.completion_tokens == 3
+
+
+def test_reasoning_is_kept_apart_from_text() -> None:
+    thought = frame({"choices": [{"index": 0, "delta": {"reasoning_content": "hm"}}]})
+    record = ask(answer(thought, text_frame("a"), STOP, DONE))
+    assert (record.reasoning, record.text, len(record.chunk_times_s)) == ("hm", "a", 2)
 
 
 def test_no_connection() -> None:

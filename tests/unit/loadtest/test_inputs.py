@@ -14,12 +14,14 @@ from loadtest.config import Slo, parse_duration, parse_slo
 from loadtest.workload import WorkloadError, cycle, from_jsonl, random_conversation
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("500ms", 0.5), ("2s", 2.0), ("1.5s", 1.5)])
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("500ms", 0.5), ("2s", 2.0), ("1.5s", 1.5), ("30m", 1800.0)]
+)
 def test_times(text: str, seconds: float) -> None:
     assert parse_duration(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "5", "5m", "-1s", "1e3s", "nan", "s"])
+@pytest.mark.parametrize("text", ["", "5", "5h", "-1s", "1e3s", "nan", "s"])
 def test_what_is_no_time_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="expected a time"):
         parse_duration(text)
@@ -97,6 +99,9 @@ def test_cycling_uses_each_conversation_once_a_round() -> None:
         ["http://localhost:1/v1", "--workload", "/nonexistent.jsonl"],
         ["http://localhost:1/v1", "--shape", "trace"],
         ["http://localhost:1/v1", "--option", "temperature"],
+        ["http://localhost:1/v1", "--kill-engine-every", "60s"],
+        ["http://localhost:1/v1", "--kill-engine-every", "0s", "--server-pid", "1"],
+        ["http://localhost:1/v1", "--server-pid", "4194305"],
     ],
 )
 def test_a_bad_option_is_exit_code_2_before_anything_is_sent(arguments: list[str]) -> None:

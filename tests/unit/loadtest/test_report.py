@@ -12,14 +12,16 @@ from pathlib import Path
 
 from rich.console import Console
 
-from loadtest.__main__ import Profile, Settings, passed
+from loadtest.client import Outcome
 from loadtest.config import Arrivals, Shape, Slo
 from loadtest.driver import Driver, Stage
 from loadtest.plot import Series, line_chart
+from loadtest.processes import MemorySample
 from loadtest.report import Run, print_tables, write_csv, write_html, write_json
+from loadtest.runner import Profile, Settings, passed
 from loadtest.stats import summarize
 from loadtest.workload import Conversation
-from tests.unit.loadtest.test_faults import sample
+from tests.unit.loadtest.records import record, sample
 from tests.unit.loadtest.virtual import TARGET, ScriptedServer, client, limits, run, steady
 
 SLO = Slo(limits=(("ttft", 0.25),))
@@ -52,6 +54,9 @@ def make_run() -> Run:
             sample(time_s=float(n), drafts_offered=offered[n], drafts_accepted=(("1", 6.0 * n),))
             for n in range(3)
         ),
+        memory=(),
+        kill_times_s=(),
+        seeks_knee=False,
         disagreements=(),
     )
 
@@ -91,6 +96,47 @@ def test_tables_name_slo_acceptance_and_agreement() -> None:
     assert "agree on all counts" in text
 
 
+def test_a_run_says_what_it_saw_beside_the_load(tmp_path: Path) -> None:
+    plain = make_run()
+    run_ = dataclasses.replace(
+        plain,
+        memory=tuple(
+            MemorySample(time_s=float(n), server_bytes=n << 20, engine_bytes=(9 - n) << 20)
+            for n in range(4)
+        ),
+        kill_times_s=(1.0, 2.0),
+        seeks_knee=True,
+    )
+    write_json(run_, tmp_path / "r.json")
+    assert json.loads((tmp_path / "r.json").read_text())["notes"] == [
+        "not saturated by 2 clients: 16.0 tokens/s, TTFT 200 ms (p50)",
+        "engine killed 2 times",
+        "memory of the server, MiB: 0.0 at first, 3.0 at most, 2.0 halfway, 3.0 at last",
+        "memory of the engine, MiB: 9.0 at first, 9.0 at most, 7.0 halfway, 6.0 at last",
+        "server and clients agree on all counts",
+    ]
+    write_html(run_, tmp_path / "r.html")
+    page = (tmp_path / "r.html").read_text()
+    assert "engine killed 2 times" in page
+    assert page.count("<svg") == 8
+
+
+def test_kinds_of_requests_are_told_apart() -> None:
+    plain = make_run()
+    stage = dataclasses.replace(
+        plain.stages[0],
+        records=[
+            record(),
+            record(kind="canary"),
+            record(Outcome.STREAM_ERROR, kind="canary", error_code="engine_dead"),
+        ],
+    )
+    console = Console(width=200)
+    with console.capture() as capture:
+        print_tables(dataclasses.replace(plain, stages=(stage,)), console)
+    assert "canary: ok 1, stream_error engine_dead 1; chat: ok 1" in capture.get()
+
+
 def test_charts_are_well_formed_also_without_points() -> None:
     for points in ([], [(0.0, 0.0)], [(1.0, 2.0), (3.0, 1e6)]):
         ET.fromstring(line_chart("a & b", "s", "<", [Series("x<y", points)]))
@@ -102,6 +148,7 @@ def make_settings(profile: Profile, slo_share: float) -> Settings:
         limits=limits(),
         arrivals=Arrivals(shape=Shape.CLOSED),
         concurrencies=(1,),
+        most_clients=1,
         profile=profile,
         slo=SLO,
         slo_share=slo_share,
@@ -111,6 +158,7 @@ def make_settings(profile: Profile, slo_share: float) -> Settings:
         output_tokens=(1, 1),
         turns=1,
         oversize_words=1,
+        document_words=2,
         options={},
         sample_metrics=True,
     )

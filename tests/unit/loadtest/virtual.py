@@ -97,6 +97,21 @@ class ScriptedServer(httpx.AsyncBaseTransport):
         self.bodies_read += 1
 
 
+class Unreachable(httpx.AsyncBaseTransport):
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("refused")
+
+
+class Whole(httpx.AsyncByteStream):
+    """A body that is there at once."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        yield self._content
+
+
 def client(server: httpx.AsyncBaseTransport) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=server, base_url="http://server/v1/")
 

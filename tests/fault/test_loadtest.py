@@ -1,0 +1,137 @@
+"""Load tests against a whole server with a scripted engine: every request ends once, and all counts agree."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+from rich.console import Console
+
+from engine.fake import FakeScript
+from loadtest.config import Arrivals, Limits, Shape, Slo, Target
+from loadtest.runner import Profile, Settings, execute, passed
+from loadtest.workload import from_jsonl
+from scheduler.config import SchedulerConfig
+from tests.conformance.live import live_server
+from tests.factories import FAST_SUPERVISION
+from tests.fault.test_gateway_process import free_port, server_process, text_until
+
+if TYPE_CHECKING:
+    from loadtest.report import Run
+
+SCRIPT = FakeScript(decode_s=0.002, output_ids=(300, 301, 302, 303), max_context=4096)
+
+
+def settings(url: str, **changes: Any) -> Settings:
+    base = Settings(
+        target=Target(base_url=f"{url}/v1", model="default", api_key=None, timeout_s=30.0),
+        limits=Limits(max_requests=60, duration_s=30.0, warmup_s=0.0),
+        arrivals=Arrivals(shape=Shape.CLOSED),
+        concurrencies=(6,),
+        most_clients=4,
+        profile=Profile.CHAT,
+        slo=Slo(),
+        slo_share=1.0,
+        seed=0,
+        conversations=(),
+        prompt_words=(3, 30),
+        output_tokens=(1, 24),
+        turns=1,
+        oversize_words=6000,
+        document_words=400,
+        options={},
+        sample_metrics=True,
+    )
+    return dataclasses.replace(base, **changes)
+
+
+async def load(script: FakeScript = SCRIPT, **changes: Any) -> tuple[Run, Settings]:
+    scheduling = SchedulerConfig(supervision=FAST_SUPERVISION, max_queue=12)
+    async with live_server(script, scheduler_config=scheduling) as live:
+        chosen = settings(live.url, **changes)
+        return await execute(chosen, Console(quiet=True)), chosen
+
+
+def outcomes(run: Run) -> Counter[str]:
+    return Counter(record.label for stage in run.stages for record in stage.records)
+
+
+async def test_faults_end_as_they_should_and_all_counts_agree() -> None:
+    run, chosen = await load(profile=Profile.FAULTS)
+    assert run.disagreements == ()
+    assert passed(run, chosen)
+    assert sum(outcomes(run).values()) == 60
+    assert {"ok", "disconnected", "http_error 400"} <= outcomes(run).keys()
+
+
+async def test_a_burst_is_served_or_put_off() -> None:
+    run, chosen = await load(profile=Profile.BURST)
+    assert run.disagreements == ()
+    assert passed(run, chosen)
+    # 4 seats, 12 places in the queue; the first may have ended before the last came.
+    assert outcomes(run)["ok"] >= 16
+    assert outcomes(run)["http_error 429"] == 60 - outcomes(run)["ok"] > 0
+
+
+async def test_a_soak_agrees_and_its_canary_never_changes() -> None:
+    run, chosen = await load(
+        profile=Profile.SOAK, limits=Limits(max_requests=150, duration_s=30.0, warmup_s=0.0)
+    )
+    assert run.disagreements == ()
+    assert passed(run, chosen)
+    kinds = Counter(record.kind for record in run.stages[0].records)
+    assert kinds["canary"] > 1
+
+
+async def test_a_ramp_to_saturation_ends_by_itself() -> None:
+    run, _ = await load(
+        arrivals=Arrivals(shape=Shape.SATURATE),
+        limits=Limits(max_requests=8, duration_s=30.0, warmup_s=0.0),
+        most_clients=4,
+    )
+    clients = [summary.concurrency for summary in run.summaries]
+    assert clients == [1, 2, 4][: len(clients)]
+    assert run.seeks_knee
+    assert run.disagreements == ()
+
+
+async def test_a_trace_starts_when_it_says(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    at_s = (0.3, 0.0, 0.15)
+    lines = [
+        {"timestamp": time_s, "messages": [{"role": "user", "content": f"at {time_s}"}]}
+        for time_s in at_s
+    ]
+    path.write_text("\n".join(json.dumps(line) for line in lines))
+    trace = tuple(from_jsonl(path, max_tokens=4))
+    run, _ = await load(arrivals=Arrivals(shape=Shape.TRACE), conversations=trace)
+    (stage,) = run.stages
+    found = sorted(record.intended_start_s - stage.start_s for record in stage.records)
+    assert [round(time_s, 6) for time_s in found] == sorted(at_s)
+    assert outcomes(run) == {"ok": 3}
+
+
+async def test_an_engine_killed_under_load_costs_its_requests_one_outcome_each() -> None:
+    port = free_port()
+    async with server_process(port) as process:
+        await text_until(process, "ready in")
+        chosen = settings(
+            f"http://127.0.0.1:{port}",
+            profile=Profile.FAULTS,
+            limits=Limits(max_requests=400, duration_s=2.5, warmup_s=0.0),
+            server_pid=process.pid,
+            kill_engine_every_s=1.0,
+        )
+        run = await execute(chosen, Console(quiet=True))
+        async with httpx.AsyncClient() as http:
+            ready = await http.get(f"http://127.0.0.1:{port}/ready")
+    assert ready.status_code == 200
+    assert len(run.kill_times_s) >= 1
+    assert run.disagreements == ()
+    assert passed(run, chosen)
+    assert outcomes(run)["stream_error engine_dead"] + outcomes(run)["http_error 503"] > 0
+    assert max(sample.engine_bytes for sample in run.memory) > 0
