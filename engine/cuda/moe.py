@@ -1,0 +1,275 @@
+"""Mixture of experts with 4-bit experts for a window's rows (model.md 1.6).
+
+Each used expert is read once: a program belongs to a (row, rank) pair and leaves at once unless it is the first that
+chose its expert; then it multiplies for all rows that chose it. All rows lie in one tile, those that did not choose the
+expert as zeros, so no rows are gathered and a row's arithmetic does not depend on its company.
+"""
+
+# pyright: reportUnknownParameterType=false, reportMissingParameterType=false, reportUntypedFunctionDecorator=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.cuda.primitives import LAUNCH, begin, mma, prefetch, row_tile, sigmoid, unpack, wait
+from engine.cuda.products import product
+from engine.cuda.quant import GROUP, QUARTER, Packed4
+
+if TYPE_CHECKING:
+    from engine.model_spec import MoeSpec
+
+PAIR_TILE = 64
+"""Rows of gate and up weights that one program reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoeWeights:
+    """head bf16 [E + 1 + 2*shared, H]: router, shared gate, shared gate and up rows; shared_down bf16 [H, shared];
+    gate_up 4 bits [E, 2*I, H], gate and up rows alternating; down 4 bits [E, H, I]."""
+
+    head: Tensor
+    shared_down: Tensor
+    gate_up: Packed4
+    down: Packed4
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all of them."""
+        dense = self.head.numel() + self.shared_down.numel()
+        return 2 * dense + self.gate_up.num_bytes + self.down.num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class MoeScratch:
+    """Buffers for up to `max_rows` rows."""
+
+    head: Tensor
+    weights: Tensor
+    ids: Tensor
+    shared: Tensor
+    hidden: Tensor
+    parts: Tensor
+
+    @staticmethod
+    def make(spec: MoeSpec, hidden: int, max_rows: int, device: torch.device) -> MoeScratch:
+        """Buffers for one geometry."""
+
+        def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+            return torch.empty(max_rows, *shape, dtype=dtype, device=device)
+
+        return MoeScratch(
+            head=empty(spec.num_experts + 1 + 2 * spec.shared_dim),
+            weights=empty(spec.num_active, dtype=torch.float32),
+            ids=empty(spec.num_active, dtype=torch.int32),
+            shared=empty(spec.shared_dim),
+            hidden=empty(spec.num_active, spec.expert_dim),
+            parts=empty(spec.num_active, hidden, dtype=torch.float32),
+        )
+
+
+@triton.jit
+def _route(
+    head, weights, ids, shared,
+    E: tl.constexpr, TOP: tl.constexpr, SHARED: tl.constexpr, NORMALIZE: tl.constexpr,
+    PE: tl.constexpr, PT: tl.constexpr, PS: tl.constexpr, OVERLAP: tl.constexpr,
+):
+    """Grid (rows): the TOP largest of softmax(router logits), equal ones by rising id; and the shared expert's middle."""
+    row = tl.program_id(0)
+    ROW: tl.constexpr = E + 1 + 2 * SHARED
+    e = tl.arange(0, PE)
+    t = tl.arange(0, PT)
+    i = tl.arange(0, PS)
+    begin(OVERLAP)
+    wait(OVERLAP)
+    own = head + row * ROW
+    logits = tl.load(own + e, mask=e < E, other=-float("inf")).to(tl.float32)
+    best = tl.max(logits, 0)
+    weight = tl.exp(logits - best)
+    weight = weight / tl.sum(weight, 0)
+    left = tl.where(e < E, weight, -1.0)
+    top = tl.zeros([PT], tl.float32)
+    chosen = tl.zeros([PT], tl.int32)
+    for rank in tl.static_range(TOP):
+        largest = tl.max(left, 0)
+        # Values that are not numbers equal nothing; they must not choose an expert that does not exist.
+        index = tl.minimum(tl.min(tl.where(left == largest, e, PE), 0), E - 1)
+        top = tl.where(t == rank, largest, top)
+        chosen = tl.where(t == rank, index, chosen)
+        left = tl.where(e == index, -1.0, left)
+    if NORMALIZE:
+        top = top / tl.sum(top, 0)
+    tl.store(weights + row * TOP + t, top.to(tl.bfloat16).to(tl.float32), mask=t < TOP)
+    tl.store(ids + row * TOP + t, chosen, mask=t < TOP)
+    gate = tl.load(own + E + 1 + i, mask=i < SHARED, other=0.0).to(tl.float32)
+    up = tl.load(own + E + 1 + SHARED + i, mask=i < SHARED, other=0.0).to(tl.float32)
+    middle = (gate * sigmoid(gate)).to(tl.bfloat16).to(tl.float32) * up
+    tl.store(shared + row * SHARED + i, middle, mask=i < SHARED)
+
+
+@triton.jit
+def _chosen(ids, pair, R, TOP: tl.constexpr, PT: tl.constexpr, BM: tl.constexpr):
+    """The pair's expert, whether the pair is the first to choose it, which rows chose it and at which rank."""
+    m = tl.arange(0, BM)
+    t = tl.arange(0, PT)
+    expert = tl.load(ids + pair)
+    at = m[:, None] * TOP + t[None, :]
+    all_ids = tl.load(ids + at, mask=(m[:, None] < R) & (t[None, :] < TOP), other=-1)
+    match = all_ids == expert
+    first = tl.min(tl.min(tl.where(match, at, BM * TOP), 1), 0)
+    rank = tl.sum(tl.where(match, t[None, :], 0), 1)
+    rows = tl.sum(match.to(tl.int32), 1) > 0
+    return expert, first == pair, rows, rank
+
+
+@triton.jit
+def _multiply4(
+    words, scales, x_rows, rows, K: tl.constexpr, KP: tl.constexpr,
+    BN: tl.constexpr, BM: tl.constexpr, GROUP: tl.constexpr, QUARTER: tl.constexpr,
+):
+    """acc [BN, BM]: words, scales point at BN rows ([BN, 1]); x_rows at BM rows ([1, BM]), zeros where not `rows`."""
+    q = tl.arange(0, QUARTER)
+    acc = tl.zeros([BN, BM], tl.float32)
+    for g in range(0, KP // GROUP):
+        packed = tl.load(words + g * QUARTER + q[None, :])
+        scale = tl.load(scales + g).to(tl.float32)
+        a, b, c, d = unpack(packed)
+        k = g * GROUP + q[:, None]
+        part = mma(a, tl.load(x_rows + k, mask=rows[None, :] & (k < K), other=0.0), tl.zeros([BN, BM], tl.float32))
+        part = mma(b, tl.load(x_rows + k + QUARTER, mask=rows[None, :] & (k + QUARTER < K), other=0.0), part)
+        part = mma(c, tl.load(x_rows + k + 2 * QUARTER, mask=rows[None, :] & (k + 2 * QUARTER < K), other=0.0), part)
+        part = mma(d, tl.load(x_rows + k + 3 * QUARTER, mask=rows[None, :] & (k + 3 * QUARTER < K), other=0.0), part)
+        acc += part * scale
+    return acc
+
+
+@triton.jit(do_not_specialize=["R"])
+def _gate_up(
+    x, words, scales, ids, hidden,
+    R,
+    H: tl.constexpr, HP: tl.constexpr, I: tl.constexpr, TOP: tl.constexpr, PT: tl.constexpr,
+    BN: tl.constexpr, BM: tl.constexpr, GROUP: tl.constexpr, QUARTER: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Grid (tiles of rows of gate and up, pairs): hidden [R, TOP, I] = silu(gate) * up."""
+    tile = tl.program_id(0)
+    pair = tl.program_id(1)
+    begin(OVERLAP)
+    wait(OVERLAP)
+    expert, is_first, rows, rank = _chosen(ids, pair, R, TOP, PT, BM)
+    if is_first:
+        n = tile * BN + tl.arange(0, BN)
+        m = tl.arange(0, BM)
+        line = (expert * (2 * I) + tl.minimum(n, 2 * I - 1)).to(tl.int64)[:, None]
+        acc = _multiply4(words + line * (HP // 4), scales + line * (HP // GROUP), x + m[None, :] * H, rows,
+                         H, HP, BN, BM, GROUP, QUARTER)
+        pairs = acc.to(tl.bfloat16).to(tl.float32).reshape(BN // 2, 2, BM)
+        gate, up = tl.split(tl.permute(pairs, (0, 2, 1)))
+        middle = (gate * sigmoid(gate)).to(tl.bfloat16).to(tl.float32) * up
+        i = tile * (BN // 2) + tl.arange(0, BN // 2)
+        at = hidden + (m * TOP + rank)[None, :] * I + i[:, None]
+        tl.store(at, middle, mask=rows[None, :] & (i[:, None] < I))
+
+
+@triton.jit(do_not_specialize=["R"])
+def _down(
+    hidden, words, scales, ids, parts,
+    R,
+    H: tl.constexpr, I: tl.constexpr, IP: tl.constexpr, TOP: tl.constexpr, PT: tl.constexpr,
+    BN: tl.constexpr, BM: tl.constexpr, GROUP: tl.constexpr, QUARTER: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Grid (tiles of output columns, pairs): parts fp32 [R, TOP, H]."""
+    tile = tl.program_id(0)
+    pair = tl.program_id(1)
+    begin(OVERLAP)
+    wait(OVERLAP)
+    expert, is_first, rows, rank = _chosen(ids, pair, R, TOP, PT, BM)
+    if is_first:
+        n = tile * BN + tl.arange(0, BN)
+        m = tl.arange(0, BM)
+        line = (expert * H + tl.minimum(n, H - 1)).to(tl.int64)[:, None]
+        x_rows = hidden + (m * TOP + rank)[None, :] * I
+        acc = _multiply4(words + line * (IP // 4), scales + line * (IP // GROUP), x_rows, rows,
+                         I, IP, BN, BM, GROUP, QUARTER)
+        at = parts + ((m * TOP + rank)[None, :] * H + n[:, None])
+        tl.store(at, acc, mask=rows[None, :] & (n[:, None] < H))
+
+
+@triton.jit(do_not_specialize=["R"])
+def _combine(
+    shared, w, head, weights, parts, streams, inject,
+    R,
+    H: tl.constexpr, E: tl.constexpr, SHARED: tl.constexpr, TOP: tl.constexpr, S: tl.constexpr,
+    BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, OVERLAP: tl.constexpr,
+):
+    """Grid (tiles of columns): streams += inject (x) (sigmoid(shared gate) * shared down + sum of weighted parts)."""
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    m = tl.arange(0, BM)
+    k = tl.arange(0, BK)
+    begin(OVERLAP)
+    lines = tl.arange(0, 16) * 64
+    prefetch(w + tl.minimum(n[:, None], H - 1) * SHARED + tl.minimum(lines[None, :], SHARED - 1), OVERLAP)
+    wait(OVERLAP)
+    acc = tl.zeros([BN, BM], tl.float32)
+    for first in range(0, SHARED, BK):
+        c = first + k
+        wt = tl.load(w + n[:, None] * SHARED + c[None, :], mask=(n[:, None] < H) & (c[None, :] < SHARED), other=0.0)
+        xt = tl.load(shared + m[None, :] * SHARED + c[:, None], mask=(m[None, :] < R) & (c[:, None] < SHARED), other=0.0)
+        acc = mma(wt, xt, acc)
+    gate = tl.load(head + m * (E + 1 + 2 * SHARED) + E, mask=m < R, other=0.0).to(tl.float32)
+    y = acc.to(tl.bfloat16).to(tl.float32) * sigmoid(gate)[None, :]
+    inside = (m[None, :] < R) & (n[:, None] < H)
+    for rank in tl.static_range(TOP):
+        weight = tl.load(weights + m * TOP + rank, mask=m < R, other=0.0)
+        part = tl.load(parts + (m * TOP + rank)[None, :] * H + n[:, None], mask=inside, other=0.0)
+        y += weight[None, :] * part
+    y = y.to(tl.bfloat16).to(tl.float32)
+    for s in tl.static_range(S):
+        at = streams + m[None, :] * (S * H) + s * H + n[:, None]
+        factor = tl.load(inject + m * S + s, mask=m < R, other=0.0).to(tl.float32)
+        old = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(at, old + factor[None, :] * y, mask=inside)
+
+
+def moe_into_streams(
+    x: Tensor, weights: MoeWeights, scratch: MoeScratch, streams: Tensor, inject: Tensor, spec: MoeSpec
+) -> None:
+    """streams bf16 [R, S*H] += outer(inject [R, S], MoE(x bf16 [R, H])), in place; R is at most one row tile."""
+    num_rows, hidden = x.shape
+    head = product(x, weights.head, scratch.head[:num_rows])
+    route(head, scratch, spec)
+    rows = row_tile(num_rows)
+    pairs = num_rows * spec.num_active
+    top = triton.next_power_of_2(spec.num_active)
+    shared = {"TOP": spec.num_active, "PT": top, "BM": rows, "GROUP": GROUP, "QUARTER": QUARTER,
+              "OVERLAP": LAUNCH.overlap}
+    _gate_up[(triton.cdiv(2 * spec.expert_dim, PAIR_TILE), pairs)](
+        x, weights.gate_up.words, weights.gate_up.scales, scratch.ids, scratch.hidden, num_rows,
+        H=hidden, HP=weights.gate_up.padded_in, I=spec.expert_dim, BN=PAIR_TILE, **shared, **LAUNCH.options(4, 3),
+    )
+    tile = 128 if num_rows > 2 else 64
+    _down[(triton.cdiv(hidden, tile), pairs)](
+        scratch.hidden, weights.down.words, weights.down.scales, scratch.ids, scratch.parts, num_rows,
+        H=hidden, I=spec.expert_dim, IP=weights.down.padded_in, BN=tile, **shared, **LAUNCH.options(4, 3),
+    )
+    _combine[(triton.cdiv(hidden, 16),)](
+        scratch.shared, weights.shared_down, head, scratch.weights, scratch.parts, streams, inject, num_rows,
+        H=hidden, E=spec.num_experts, SHARED=spec.shared_dim, TOP=spec.num_active, S=inject.shape[1],
+        BN=16, BM=rows, BK=128, OVERLAP=LAUNCH.overlap, **LAUNCH.options(4, 3),
+    )
+
+
+def route(head: Tensor, scratch: MoeScratch, spec: MoeSpec) -> None:
+    """head bf16 [R, E + 1 + 2*shared] -> scratch.weights, ids and shared."""
+    _route[(head.shape[0],)](
+        head, scratch.weights, scratch.ids, scratch.shared,
+        E=spec.num_experts, TOP=spec.num_active, SHARED=spec.shared_dim, NORMALIZE=spec.normalize,
+        PE=triton.next_power_of_2(spec.num_experts), PT=triton.next_power_of_2(spec.num_active),
+        PS=triton.next_power_of_2(spec.shared_dim), OVERLAP=LAUNCH.overlap, **LAUNCH.options(1, 1),
+    )

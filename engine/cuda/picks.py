@@ -1,0 +1,154 @@
+"""Draft picks on the device: the noise and the choice of engine.sampling, for rows without history or grammar.
+
+A row's noise key, temperature and truncation come as device tensors, so a chain picks, gates and feeds itself without the
+host. Equal integers give equal noise; logarithms may differ from the host's in the last bit.
+"""
+
+# pyright: reportUnknownParameterType=false, reportMissingParameterType=false, reportUntypedFunctionDecorator=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.cuda.primitives import LAUNCH, begin, wait
+
+_TILE = 2048
+TOP = 64
+"""Largest top_k that is picked here."""
+GAMMA = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
+MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
+MIX_2 = tl.constexpr(0x94D049BB133111EB - (1 << 64))
+
+
+@dataclass(frozen=True, slots=True)
+class PickInputs:
+    """Per row: keys int64 (`sampling.row_key`), temperatures fp64 (0: greedy), top_ks int64 (0: all), top_ps and min_ps fp64."""
+
+    keys: Tensor
+    temperatures: Tensor
+    top_ks: Tensor
+    top_ps: Tensor
+    min_ps: Tensor
+
+
+@triton.jit
+def _gumbel(key, ids):
+    """fp64 noise of ids int64: the splitmix finaliser of key + (id + 1) * gamma, 52 bits of it as a uniform number."""
+    z = key + (ids + 1) * GAMMA
+    z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * MIX_1
+    z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * MIX_2
+    z = z ^ ((z >> 31) & 0x1FFFFFFFF)
+    uniform = (((z >> 12) & 0xFFFFFFFFFFFFF).to(tl.float64) + 0.5) * 2.220446049250313e-16
+    return -tl.log(-tl.log(uniform))
+
+
+@triton.jit
+def _best_of_tile(
+    logits, keys, temperatures, values, ids_out, maxima, sums,
+    V, NUM_IDS, TILES: tl.constexpr, BV: tl.constexpr, OVERLAP: tl.constexpr,
+):
+    """Grid (rows, tiles): each tile's best noisy logit, and its share of the softmax's sum over all V."""
+    row = tl.program_id(0)
+    tile = tl.program_id(1)
+    v = tile * BV + tl.arange(0, BV)
+    begin(OVERLAP)
+    wait(OVERLAP)
+    logit = tl.load(logits + row.to(tl.int64) * V + v, mask=v < V, other=-float("inf"))
+    largest = tl.max(logit, 0)
+    tl.store(maxima + row * TILES + tile, largest)
+    tl.store(sums + row * TILES + tile, tl.sum(tl.where(v < V, tl.exp(logit - largest), 0.0), 0))
+    temperature = tl.load(temperatures + row)
+    wide = logit.to(tl.float64)
+    if temperature > 0:
+        wide = wide / temperature + _gumbel(tl.load(keys + row), v.to(tl.int64))
+    wide = tl.where(v < NUM_IDS, wide, -float("inf"))
+    best = tl.max(wide, 0)
+    tl.store(values + row * TILES + tile, best)
+    tl.store(ids_out + row * TILES + tile, tl.min(tl.where(wide == best, v, V), 0))
+
+
+@triton.jit
+def _best_of_row(
+    logits, values, ids_in, maxima, sums, picks, probabilities,
+    V, TILES: tl.constexpr, PT: tl.constexpr, OVERLAP: tl.constexpr,
+):
+    """Grid (rows): pick int64 and its probability under the plain softmax fp32."""
+    row = tl.program_id(0)
+    t = tl.arange(0, PT)
+    begin(OVERLAP)
+    wait(OVERLAP)
+    inside = t < TILES
+    value = tl.load(values + row * TILES + t, mask=inside, other=-float("inf"))
+    index = tl.load(ids_in + row * TILES + t, mask=inside, other=V)
+    best = tl.max(value, 0)
+    pick = tl.minimum(tl.min(tl.where(value == best, index, V), 0), V - 1)
+    maximum = tl.load(maxima + row * TILES + t, mask=inside, other=-float("inf"))
+    largest = tl.max(maximum, 0)
+    total = tl.sum(tl.load(sums + row * TILES + t, mask=inside, other=0.0) * tl.exp(maximum - largest), 0)
+    chosen = tl.load(logits + row.to(tl.int64) * V + pick)
+    tl.store(picks + row, pick.to(tl.int64))
+    tl.store(probabilities + row, tl.exp(chosen - largest) / total)
+
+
+def pick(logits: Tensor, inputs: PickInputs, num_token_ids: int, *, truncated: bool) -> tuple[Tensor, Tensor]:
+    """logits fp32 [B, vocab] -> picked ids int64 [B] and their plain probabilities fp32 [B]. No host sync.
+
+    `truncated` rows have 0 < top_k <= TOP, or are greedy; without it every row takes all ids.
+    """
+    num_rows, vocab = logits.shape
+    tiles = triton.cdiv(vocab, _TILE)
+    device = logits.device
+    values = torch.empty(num_rows, tiles, dtype=torch.float64, device=device)
+    ids = torch.empty(num_rows, tiles, dtype=torch.int32, device=device)
+    maxima, sums = torch.empty(2, num_rows, tiles, device=device)
+    picks = torch.empty(num_rows, dtype=torch.int64, device=device)
+    probabilities = torch.empty(num_rows, device=device)
+    _best_of_tile[(num_rows, tiles)](
+        logits, inputs.keys, inputs.temperatures, values, ids, maxima, sums, vocab, num_token_ids,
+        TILES=tiles, BV=_TILE, OVERLAP=LAUNCH.overlap, **LAUNCH.options(4, 1),
+    )
+    _best_of_row[(num_rows,)](
+        logits, values, ids, maxima, sums, picks, probabilities, vocab,
+        TILES=tiles, PT=triton.next_power_of_2(tiles), OVERLAP=LAUNCH.overlap, **LAUNCH.options(4, 1),
+    )
+    if not truncated:
+        return picks, probabilities
+    chosen = torch.where(inputs.temperatures > 0, _truncated(logits, inputs, num_token_ids), picks)
+    plain = (logits.gather(1, chosen.unsqueeze(1)).squeeze(1) - logits.logsumexp(-1)).exp()
+    return chosen, plain
+
+
+def _truncated(logits: Tensor, inputs: PickInputs, num_token_ids: int) -> Tensor:
+    """As engine.sampling picks among the top_k; ids int64 [B]."""
+    values, ids = logits[:, :num_token_ids].topk(min(TOP, num_token_ids), dim=-1)
+    ids, order = ids.sort(dim=-1)
+    values, again = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
+    ids = ids.gather(1, again)
+    rank = torch.arange(values.shape[1], device=logits.device)
+    temperatures = inputs.temperatures.clamp_min(1e-30).unsqueeze(1)
+    scaled = values.to(torch.float64) / temperatures
+    scaled = scaled.masked_fill(rank >= inputs.top_ks.unsqueeze(1), float("-inf"))
+    probabilities = torch.softmax(scaled, dim=-1)
+    before = probabilities.cumsum(-1) - probabilities
+    kept = (before < inputs.top_ps.unsqueeze(1)) & (
+        probabilities >= inputs.min_ps.unsqueeze(1) * probabilities[:, :1]
+    )
+    kept[:, 0] = True
+    noisy = scaled + _noise(inputs.keys.unsqueeze(1), ids)
+    best = noisy.masked_fill(~kept, float("-inf")).argmax(-1, keepdim=True)
+    return ids.gather(1, best).squeeze(1)
+
+
+def _noise(keys: Tensor, ids: Tensor) -> Tensor:
+    """`_gumbel` in torch."""
+    z = keys + (ids + 1) * GAMMA.value
+    z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * MIX_1.value
+    z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * MIX_2.value
+    z = z ^ ((z >> 31) & 0x1FFFFFFFF)
+    uniform = (((z >> 12) & 0xFFFFFFFFFFFFF).to(torch.float64) + 0.5) * 2.0**-52
+    return -torch.log(-torch.log(uniform))

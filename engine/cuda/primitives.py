@@ -1,0 +1,132 @@
+"""What the kernels share: overlapped starts, prefetching, unpacking of 4-bit weights, and what a launch needs.
+
+Kernels of a window form one chain. Each starts while its predecessor still runs (programmatic dependent launch), pulls
+the weights it will need into L2, and waits for its inputs only then. On the CPU, under Triton's interpreter, both are
+left out.
+"""
+
+# pyright: reportUnknownParameterType=false, reportMissingParameterType=false, reportUntypedFunctionDecorator=false
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Kernels run as numpy on the CPU: slow, for checking their arithmetic without a GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How kernels are launched on this machine."""
+
+    overlap: bool = not INTERPRETED
+    """Start a kernel before its predecessor ends."""
+
+    def options(self, num_warps: int, num_stages: int = 3) -> dict[str, int | bool]:
+        """Keyword arguments of every launch."""
+        chosen: dict[str, int | bool] = {"num_warps": num_warps, "num_stages": num_stages}
+        if self.overlap:
+            chosen["launch_pdl"] = True
+        return chosen
+
+
+LAUNCH = Launch()
+
+
+def row_tile(num_rows: int) -> int:
+    """Rows padded to what the matrix units take."""
+    return max(16, triton.next_power_of_2(num_rows))
+
+
+@triton.jit
+def begin(OVERLAP: tl.constexpr):
+    """Let the next kernel start; nothing the predecessor wrote may be read before `wait`."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait(OVERLAP: tl.constexpr):
+    """Wait until all earlier kernels have finished and their writes are visible. Every program calls it."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def prefetch(pointers, OVERLAP: tl.constexpr):
+    """Pull the 128-byte lines at `pointers` into L2."""
+    if OVERLAP:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [pointers.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+_ON_CPU = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def mma(a, b, acc):
+    """acc + a b on the matrix units, fp32 sums. numpy has no bf16, so the interpreter widens first."""
+    if _ON_CPU:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc)
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def rounded(x, like):
+    """fp32 x rounded as storing it in the pointer's dtype would."""
+    return x.to(like.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def unpack(words):
+    """int16 words of four nibbles -> four bf16 tensors nibble - 8, lowest first. bf16 0x4300 | n is 128 + n."""
+    if _ON_CPU:
+        # numpy converts no integer to bf16; `mma` takes fp32 there.
+        wide = words.to(tl.int32) & 0xFFFF
+        a = ((wide & 15) - 8).to(tl.float32)
+        b = (((wide >> 4) & 15) - 8).to(tl.float32)
+        c = (((wide >> 8) & 15) - 8).to(tl.float32)
+        d = (((wide >> 12) & 15) - 8).to(tl.float32)
+    else:
+        # Two words a register, so each step unpacks two weights.
+        a, b, c, d = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 t, bias;
+            mov.b32 bias, 0x43084308;
+            lop3.b32 $0, $4, 0x000F000F, 0x43004300, 0xEA;
+            shr.b32 t, $4, 4;
+            lop3.b32 $1, t, 0x000F000F, 0x43004300, 0xEA;
+            shr.b32 t, $4, 8;
+            lop3.b32 $2, t, 0x000F000F, 0x43004300, 0xEA;
+            shr.b32 t, $4, 12;
+            lop3.b32 $3, t, 0x000F000F, 0x43004300, 0xEA;
+            sub.bf16x2 $0, $0, bias;
+            sub.bf16x2 $1, $1, bias;
+            sub.bf16x2 $2, $2, bias;
+            sub.bf16x2 $3, $3, bias;
+            }
+            """,
+            "=r,=r,=r,=r,r",
+            [words],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    return a, b, c, d
