@@ -15,7 +15,7 @@ class EngineConfig:
     """What to load and how to run it. Values are already checked by whoever parsed them."""
 
     model: str = DEFAULT_MODEL
-    """Checkpoint directory, or `default` for the shipped model."""
+    """Checkpoint directory, GGUF file or pack directory, or `default` for the shipped model."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     dtype: str = "auto"
@@ -38,7 +38,13 @@ class EngineConfig:
 
 
 def model_path(model: str) -> Path:
-    """The directory of a model given as a path or as `default`."""
+    """The directory, or the GGUF file, of a model given as a path or as `default`."""
     if model == DEFAULT_MODEL:
         return Path(__file__).parent / "default_model"
     return Path(model)
+
+
+def text_path(model: str) -> Path:
+    """Where a model's tokenizer and template lie: its directory, or the one that its file is in."""
+    path = model_path(model)
+    return path.parent if path.is_file() else path

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.acceptance import accept
-from engine.config import EngineConfig, model_path
+from engine.config import EngineConfig, model_path, text_path
 from engine.errors import ConfigMismatch, PlanError
 from engine.grammar import Constraint, GrammarCompiler, GrammarError
 from engine.interface import (
@@ -662,8 +662,8 @@ def load_engine(
     Raises ModelLoadError or PlanRefused.
     """
     began = time.perf_counter()
-    directory = model_path(config.model)
-    spec = read_spec(directory)
+    path = model_path(config.model)
+    spec = read_spec(path)
     device = _device(config.device)
     dtype = _dtype(config.dtype, device)
     kv_dtype = _kv_dtype(config.kv, dtype)
@@ -674,7 +674,7 @@ def load_engine(
     plan, state_bytes = _plan(spec, limits, dtype, kv_dtype)
     plan.require(_available_bytes(device), "GPU memory" if device.type == "cuda" else "RAM")
     progress(f"plan: {plan.total_bytes / 2**20:.0f} MiB on {device}")
-    with Checkpoint(open_source(directory, spec)) as checkpoint:
+    with Checkpoint(open_source(path, spec)) as checkpoint:
         loader = ModelLoader(
             checkpoint,
             spec,
@@ -707,6 +707,7 @@ def load_engine(
         memory_plan=_plan_items(plan, model.part_bytes, state, state_bytes),
         kv_dtype=str(kv_dtype).removeprefix("torch."),
     )
+    directory = text_path(config.model)
     num_token_ids = min(spec.vocab_size, num_known_tokens(directory) or spec.vocab_size)
     return TorchEngine(
         spec=spec,

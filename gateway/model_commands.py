@@ -14,6 +14,7 @@ import typer
 
 COMMANDS = {
     "inspect": "Print a model's geometry, its parameters and bytes by part, and the state of a sequence.",
+    "convert": "Write a checkpoint as a GGUF file, every value as it is.",
 }
 
 

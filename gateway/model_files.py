@@ -71,8 +71,11 @@ def load_model_files(directory: Path) -> ModelFiles:
     """Read a checkpoint's text files. Raises TokenizerError naming the file."""
     if not directory.is_dir():
         raise TokenizerError(f"{directory} is not a directory")
-    if not (directory / "config.json").is_file():
-        raise TokenizerError(f"{directory} has no config.json; a checkpoint directory is required")
+    if not any((directory / name).is_file() for name in ("config.json", "tokenizer.json")):
+        raise TokenizerError(
+            f"{directory} has no config.json and no tokenizer.json; required: a checkpoint directory, a pack, "
+            "or a GGUF file with the model's tokenizer.json beside it"
+        )
     tokenizer = FileTokenizer(directory / "tokenizer.json")
     encoder = PromptEncoder(tokenizer)
     return ModelFiles(

@@ -27,7 +27,7 @@ from gateway.preparation import Preparer
 from gateway.report import print_report
 from gateway.routes import Service
 from gateway.tracing import open_tracer
-from scheduler.config import model_path
+from scheduler.config import text_path
 from scheduler.errors import EngineStartFailed
 from scheduler.factory import build_scheduler
 
@@ -86,7 +86,7 @@ async def _serve(config: AppConfig, version: str) -> int:
     tracer = None if endpoint is None else open_tracer(endpoint, version)
     listener = take_address(config.gateway)
     try:
-        files = load_model_files(model_path(config.scheduler.engine.model))
+        files = load_model_files(text_path(config.scheduler.engine.model))
         scheduler = build_scheduler(with_turn_token(config.scheduler, files))
         with _cancelled_by(signal.SIGTERM):
             await scheduler.start()

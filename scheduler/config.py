@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cache.config import CacheConfig
-from engine.config import DEFAULT_MODEL, EngineConfig, model_path
+from engine.config import DEFAULT_MODEL, EngineConfig, model_path, text_path
 from engine.fake import FakeScript
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "SchedulerConfig",
     "SupervisionConfig",
     "model_path",
+    "text_path",
 ]
 
 

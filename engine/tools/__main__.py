@@ -10,6 +10,7 @@ import sys
 import typer
 
 from engine.errors import EngineError
+from engine.tools.convert import convert
 from engine.tools.inspect import inspect
 
 app = typer.Typer(
@@ -19,6 +20,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(inspect)
+app.command()(convert)
 
 
 @app.callback()

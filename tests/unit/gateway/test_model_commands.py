@@ -5,17 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
 from typer.testing import CliRunner
 
 from engine.tools.__main__ import app as tools
 from gateway.cli import app
 from gateway.model_commands import COMMANDS
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = (sys.executable, "-m", "gateway", *arguments)
-    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def test_the_overview_lists_every_command_that_there_is() -> None:
@@ -25,17 +19,15 @@ def test_the_overview_lists_every_command_that_there_is() -> None:
     assert known == set(COMMANDS)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status", "said"),
-    [
-        (("inspect", "--help"), 0, "stratagate inspect"),
-        (("inspect", "--wrong"), 2, "No such option"),
-        (("inspect", "/nowhere"), 1, "stratagate: /nowhere: no config.json"),
-    ],
-)
-def test_arguments_and_status_go_through(
-    arguments: tuple[str, ...], status: int, said: str
-) -> None:
-    done = run(*arguments)
-    assert done.returncode == status
-    assert said in done.stdout + done.stderr
+def test_arguments_and_status_go_through() -> None:
+    command = (sys.executable, "-m", "gateway", "inspect", "/nowhere")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert (
+        done.stderr == "stratagate: /nowhere: no config.json; a checkpoint directory is required\n"
+    )
+
+
+def test_help_and_bad_options_are_the_command_s_own() -> None:
+    assert "[model]" in CliRunner().invoke(tools, ["inspect", "--help"]).output
+    assert CliRunner().invoke(tools, ["inspect", "--wrong"]).exit_code == 2

@@ -1,0 +1,109 @@
+"""Files mapped into memory, and tensors that lie in them block after block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from engine.errors import WeightMismatch
+from engine.sources import ggml_types as types
+from engine.sources.base import FileRange, RowCodes, StoredForm
+from engine.sources.ggml_quants import dequantize, split_rows
+
+if TYPE_CHECKING:
+    from engine.sources.ggml_types import GgmlType
+
+
+class MappedFile:
+    """A whole file as bytes; pages are read when they are touched and are shared with every other reader."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self.num_bytes = path.stat().st_size
+        except OSError as error:
+            raise WeightMismatch(f"{path}: cannot be read: {error.strerror}") from error
+        self.path = path
+        # A private mapping: nobody who writes to a tensor by mistake changes the file.
+        self._bytes = (
+            torch.from_file(str(path), shared=False, size=self.num_bytes, dtype=torch.uint8)
+            if self.num_bytes
+            else torch.empty(0, dtype=torch.uint8)
+        )
+
+    def bytes(self, offset: int, num_bytes: int, what: str) -> Tensor:
+        """uint8 [num_bytes]. Raises WeightMismatch, with `what` in front, behind the end of the file."""
+        if not 0 <= offset <= offset + num_bytes <= self.num_bytes:
+            raise WeightMismatch(
+                f"{what}: found {self.path.name} of {self.num_bytes} bytes, "
+                f"required at least {offset + num_bytes}"
+            )
+        return self._bytes[offset : offset + num_bytes]
+
+
+class StoredTensor(Protocol):
+    """One tensor of a file."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the values, last axis fastest."""
+        ...
+
+    @property
+    def form(self) -> StoredForm:
+        """Type and bytes."""
+        ...
+
+    def values(self, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of the first axis: a float type as stored, else fp32."""
+        ...
+
+    def codes(self, start: int, stop: int) -> RowCodes | None:
+        """Codes and scales of rows [start, stop) of the first axis; None for a type that has none."""
+        ...
+
+    def file_range(self) -> FileRange | None:
+        """See TensorSource."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockTensor:
+    """Rows of GGML blocks in one piece of a file."""
+
+    name: str
+    kind: GgmlType
+    shape: tuple[int, ...]
+    file: MappedFile
+    offset: int
+
+    @property
+    def form(self) -> StoredForm:
+        return StoredForm(self.kind.name, self.kind.num_bytes(self.shape))
+
+    def raw(self) -> Tensor:
+        """All stored bytes."""
+        return self.file.bytes(self.offset, self.form.num_bytes, self.name)
+
+    def values(self, start: int, stop: int) -> Tensor:
+        held = self.codes(start, stop)
+        if held is not None:
+            return held.codes.to(torch.float32) * held.scales.unsqueeze(-1)
+        part = (stop - start, *self.shape[1:])
+        step = self.kind.num_bytes((1, *self.shape[1:]))
+        data = self.file.bytes(self.offset + start * step, (stop - start) * step, self.name)
+        return dequantize(self.kind, data, part, self.name)
+
+    def codes(self, start: int, stop: int) -> RowCodes | None:
+        if self.kind is not types.I8_ROW:
+            return None
+        codes, scales = split_rows(self.raw(), self.shape)
+        return RowCodes(codes[start:stop], scales[start:stop])
+
+    def file_range(self) -> FileRange | None:
+        if self.kind.block_values > 1 or self.kind is types.I8_ROW:
+            return None
+        return FileRange(path=self.file.path, offset=self.offset, num_bytes=self.form.num_bytes)

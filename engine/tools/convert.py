@@ -1,0 +1,36 @@
+"""`stratagate convert`: a model as a GGUF file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from engine.config import model_path, text_path
+from engine.sources.gguf_writer import write_gguf
+from engine.sources.opening import GGUF_SUFFIX, open_source, read_spec
+from engine.tools.progress import byte_bar
+
+
+def convert(
+    source: Annotated[
+        str, typer.Argument(help="Checkpoint directory, pack directory, or `default`.")
+    ],
+    file: Annotated[Path, typer.Argument(help="GGUF file to write; must not exist.")],
+) -> None:
+    """Write a model as a GGUF file: floats as they are, int8 and fp8 as fp32; nothing is rounded."""
+    if file.suffix != GGUF_SUFFIX:
+        raise typer.BadParameter(f"found {file}, required a name that ends in {GGUF_SUFFIX}")
+    if file.exists():
+        raise typer.BadParameter(f"{file} exists")
+    path = model_path(source)
+    spec = read_spec(path)
+    opened = open_source(path, spec)
+    # Nobody should find half a model under the name of a whole one.
+    partial = file.with_name(f"{file.stem}.part{GGUF_SUFFIX}")
+    with byte_bar() as advance:
+        write_gguf(opened, spec, text_path(source), partial, progress=advance)
+    opened.close()
+    partial.rename(file)
+    typer.echo(f"{file}: {file.stat().st_size / 2**20:.1f} MiB")

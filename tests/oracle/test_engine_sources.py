@@ -1,0 +1,119 @@
+"""The same model from safetensors, GGUF and a pack: the same weights to the bit, and the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.config import EngineConfig, model_path
+from engine.engine import load_engine
+from engine.interface import SamplingParams
+from engine.sources.base import TensorSource
+from engine.sources.gguf_writer import write_gguf
+from engine.sources.opening import open_source, read_spec
+from tests.oracle.driver import Job, generate
+from tests.oracle.tiny import GRID, make_checkpoint, text
+
+FORMS = ("gguf", "shards")
+SEEDED = SamplingParams(temperature=1.0, seed=7)
+
+
+def converted(form: str, model: Path, directory: Path) -> Path:
+    """The model in another form."""
+    spec = read_spec(model)
+    source = open_source(model, spec)
+    per_shard = 40 if form == "shards" else 0
+    write_gguf(source, spec, model, directory / "model.gguf", tensors_per_shard=per_shard)
+    source.close()
+    return sorted(directory.glob("*.gguf"))[-1]
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def form(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module", params=sorted(GRID))
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("tiny"), request.param)
+
+
+def expert_parts(source: TensorSource, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """A tensor, or one for each expert and shard, under the names that every form has."""
+    values = source.get(name)
+    prefix = name.rpartition(".")[0]
+    if name.endswith("gate_up_proj"):
+        width = values.shape[1] // 2
+        for expert, one in enumerate(values):
+            yield f"{prefix}.{expert}.gate_proj.weight", one[:width]
+            yield f"{prefix}.{expert}.up_proj.weight", one[width:]
+    elif name.endswith("experts.down_proj"):
+        yield from ((f"{prefix}.{e}.down_proj.weight", one) for e, one in enumerate(values))
+    else:
+        yield name, values
+
+
+def whole(source: TensorSource) -> dict[str, torch.Tensor]:
+    """Every float tensor: experts one by one, table shards joined."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name in sorted(source.names()):
+        if source.get(name).dtype != torch.int64:
+            tensors |= dict(expert_parts(source, name))
+    shards = sorted(
+        (n for n in tensors if ".shard_" in n),
+        key=lambda n: int(n.split("shard_")[1].split(".")[0]),
+    )
+    if shards:
+        table = torch.cat([tensors.pop(n) for n in shards])
+        tensors[shards[0].split("shard_")[0] + "weight"] = table
+    return tensors
+
+
+def test_weights_are_the_same_to_the_bit(form: str, tiny: Path, tmp_path: Path) -> None:
+    other = converted(form, tiny, tmp_path)
+    spec, other_spec = read_spec(tiny), read_spec(other)
+    for part in ("gdn", "qsa", "moe", "qsa_layers", "norm_eps", "max_position", "num_draft_layers"):
+        assert getattr(spec, part) == getattr(other_spec, part)
+    expected, found = whole(open_source(tiny, spec)), whole(open_source(other, other_spec))
+    assert set(found) == set(expected)
+    for name, values in expected.items():
+        if name.endswith("A_log"):
+            # Stored as -exp: another value may stand for it, never another decay.
+            assert torch.equal(found[name].exp(), values.exp()), name
+        elif "norm" in name.rsplit(".", 2)[-2] and "linear_attn.norm" not in name:
+            assert torch.equal(found[name] + 1.0, values + 1.0), name
+        else:
+            assert torch.equal(found[name], values), name
+
+
+def tokens_of(model: Path, prompt: list[int], dtype: str) -> list[list[int]]:
+    config = EngineConfig(model=str(model), device="cpu", dtype=dtype, threads=1, num_slots=2)
+    engine = load_engine(config)
+    jobs = [
+        Job(prompt=prompt, num_tokens=24, max_draft=3),
+        Job(prompt=prompt[:40], num_tokens=24, sampling=SEEDED, slot=1),
+    ]
+    tokens = [progress.token_ids for progress in generate(engine, *jobs)]
+    engine.close()
+    return tokens
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("gqa3_gdn2", "float32"), ("no_ple", "bfloat16")])
+def test_tokens_of_small_models_are_the_same(
+    form: str, name: str, dtype: str, tmp_path: Path
+) -> None:
+    model = make_checkpoint(tmp_path, name)
+    expected = tokens_of(model, text(name), dtype)
+    (tmp_path / "other").mkdir()
+    assert tokens_of(converted(form, model, tmp_path / "other"), text(name), dtype) == expected
+
+
+@pytest.mark.parametrize("form", ["gguf"])
+def test_tokens_of_the_default_model_are_the_same(form: str, tmp_path: Path) -> None:
+    model = model_path("default")
+    prompt = torch.randint(0, 8000, (120,), generator=torch.Generator().manual_seed(3)).tolist()
+    expected = tokens_of(model, prompt, "float32")
+    assert tokens_of(converted(form, model, tmp_path), prompt, "float32") == expected
