@@ -366,7 +366,7 @@ class TorchEngine:
             return
         logits = self._trunk.logits(streams[-1:])
         if not bool(torch.isfinite(logits).all()):
-            failures.append(_not_finite(chunk.slot))
+            failures.append(self._not_finite(chunk.slot))
             return
         row = self._pick_row(sequence)
         if (message := _failure(sequence, [row])) is not None:
@@ -528,7 +528,7 @@ class TorchEngine:
             end = first + len(ids)
             sequence = self._sequence(slot)
             if not all(finite[first:end]):
-                failures.append(_not_finite(slot))
+                failures.append(self._not_finite(slot))
                 continue
             accepted = accept(picks[first:end], drafts[slot], sequence.stop_ids)
             kept = list(accepted.token_ids)
@@ -546,6 +546,11 @@ class TorchEngine:
                     logprobs=_logprobs(sequence.params, logits[first:end], kept),
                 )
             )
+
+    def _not_finite(self, slot: int) -> SlotFailure:
+        # Later sequences read whole tiles, and masked cells count 0 times: of NaN that is NaN.
+        self._state.clear_kv(slot)
+        return SlotFailure(slot=slot, message="the model gave logits that are not finite numbers")
 
     def _verify(self, window: Mapping[int, tuple[int, ...]]) -> _Verified:
         """Run rows through the trunk without committing: the first id of a slot is the next after its computed ones."""
@@ -629,10 +634,6 @@ class TorchEngine:
     def draft(self, steps: Sequence[DecodeStep]) -> dict[int, list[Draft]]:
         """Draft as a window would, for slots whose last id is not computed yet; nothing is verified."""
         return self._draft(steps)
-
-
-def _not_finite(slot: int) -> SlotFailure:
-    return SlotFailure(slot=slot, message="the model gave logits that are not finite numbers")
 
 
 def _failure(sequence: SlotSequence, rows: Sequence[PickRow]) -> str | None:

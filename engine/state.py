@@ -183,10 +183,15 @@ class SlotState:
         self.block_tokens = spec.qsa.block_tokens
 
     def begin(self, slot: int) -> None:
-        """Make a slot fresh. K/V need no clearing: what lies beyond a sequence's length is never read."""
+        """Make a slot fresh. K/V need no clearing: finite cells beyond a sequence's length count for nothing."""
         self.s[:, slot].zero_()
         self.conv[:, slot].zero_()
         self.ple[:, slot].zero_()
+
+    def clear_kv(self, slot: int) -> None:
+        """Make every K/V cell of a slot 0."""
+        for tensor in self.kv_tensors():
+            tensor[:, slot].zero_()
 
     def kv_tensors(self) -> tuple[Tensor, ...]:
         """All that holds K/V cells: each [layers, slots, kv heads, capacity, ...]."""

@@ -110,3 +110,17 @@ def test_only_the_slot_whose_logits_are_not_finite_fails(
     result = engine.run_window(WindowPlan(decodes=(decode(0), decode(1))))
     assert [failure.slot for failure in result.failures] == [0]
     assert [tokens.slot for tokens in result.tokens] == [1]
+
+
+def test_what_was_not_finite_does_not_reach_the_next_sequence_in_the_slot(
+    engine: TorchEngine,
+) -> None:
+    seat_decoding(engine, 0)
+    expected = engine.run_window(WindowPlan(decodes=(decode(0),))).tokens
+    seat_decoding(engine, 0, prompt=12)
+    engine._state.v[0, 0, :, 8:10] = float("nan")
+    assert len(engine.run_window(WindowPlan(decodes=(decode(0),))).failures) == 1
+    seat_decoding(engine, 0)
+    again = engine.run_window(WindowPlan(decodes=(decode(0),)))
+    assert again.failures == ()
+    assert again.tokens == expected

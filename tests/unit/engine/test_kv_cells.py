@@ -49,7 +49,8 @@ def test_halves_go_to_the_even_code() -> None:
 
 def test_a_vector_of_zeros_stays_one() -> None:
     codes, scale = quantize(torch.zeros(2, 3, 16))
-    assert bool(torch.isfinite(scale).all())
+    # Not 0: nothing is divided by 0, whose codes would be undefined.
+    assert bool((scale > 0).all())
     assert torch.equal(dequantize(codes, scale, torch.float32), torch.zeros(2, 3, 16))
 
 
