@@ -63,7 +63,7 @@ class Driver:
 
         A client that is told to come back later does so; one that gets no connection tries again after a second.
         """
-        stage = self._begin(f"{concurrency} clients", concurrency)
+        stage = self._begin(clients_name(concurrency), concurrency)
 
         async def client() -> None:
             while self._may_start(stage) and (item := self._next()) is not None:
@@ -152,6 +152,10 @@ class Driver:
         stage.records.append(record)
         self.on_record(record)
         return record
+
+
+def clients_name(count: int) -> str:
+    return "1 client" if count == 1 else f"{count} clients"
 
 
 def _next_turn(item: Conversation, answer: str, turn: str, *, call_id: str) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 _WIDTH, _HEIGHT = 560, 320
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 36, 44
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 36, 44
 _LEGEND_STEP = 90
 _COLOURS = ("#3b7dd8", "#d8663b", "#3ba55c", "#9b59b6", "#c9a227", "#17a2b8", "#e84393", "#7f8c8d")
 

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from loadtest.client import Outcome, RequestRecord
 from loadtest.plot import Series, line_chart
-from loadtest.saturation import is_saturated, knee
+from loadtest.saturation import capacity, is_saturated, knee
 from loadtest.scrape import Sample, acceptance, acceptance_rate
 from loadtest.stats import PERCENTILES, Summary, tokens_over_time
 
@@ -46,6 +46,8 @@ class Run:
     """ISO 8601, UTC."""
     settings: dict[str, Any]
     slo: Slo
+    slo_share: float
+    """Of requests that must be good."""
     stages: tuple[Stage, ...]
     summaries: tuple[Summary, ...]
     """One per stage."""
@@ -78,6 +80,7 @@ def _notes(run: Run) -> list[str]:
     notes = [_kinds(run)]
     if run.seeks_knee:
         notes.append(_knee(run.summaries))
+        notes.append(_capacity(run))
     if run.kill_times_s:
         notes.append(f"engine killed {len(run.kill_times_s)} times")
     if len(run.memory) > 1:
@@ -112,6 +115,14 @@ def _knee(summaries: tuple[Summary, ...]) -> str:
     return f"knee at {found.name}: {found.tokens_per_s:,.1f} tokens/s{waits}; more clients only wait longer"
 
 
+def _capacity(run: Run) -> str:
+    if not run.slo.limits:
+        return ""
+    found = capacity(run.summaries, share=run.slo_share)
+    asked = f"{run.slo.describe()} for {run.slo_share:.0%} of the requests"
+    return f"{found.name} meet {asked}" if found else f"not even one client meets {asked}"
+
+
 def _memory(samples: tuple[MemorySample, ...]) -> list[str]:
     mib = 1 << 20
     rows = (
@@ -134,8 +145,14 @@ def _table(summary: Summary) -> Table:
         found = summary.get(metric)
         if found is not None:
             values = (found.mean, *map(found.at, _SHOWN), found.maximum)
-            table.add_row(label, *(f"{value * 1000:,.1f}" for value in values))
+            table.add_row(label, *(_ms(value) for value in values))
     return table
+
+
+def _ms(seconds: float) -> str:
+    """With a decimal as long as the columns of a narrow terminal hold it."""
+    ms = seconds * 1000
+    return f"{ms:,.1f}" if ms < 1000 else f"{ms:,.0f}"
 
 
 def _facts(summary: Summary, slo: Slo) -> str:
@@ -258,7 +275,7 @@ def write_html(run: Run, path: Path) -> None:
     path.write_text(
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Load test</title>'
         f"<style>{_STYLE}</style><h1>Load test, {escape(run.started_at)}</h1>"
-        f"<table>{settings}</table>{tables}{notes}<div class=plots>{plots}</div></html>\n",
+        f"<table>{settings}</table>{notes}{tables}<div class=plots>{plots}</div></html>\n",
         encoding="utf-8",
     )
 
@@ -282,7 +299,7 @@ def _html_table(summary: Summary, slo: Slo) -> str:
         found = summary.get(metric)
         if found is not None:
             values = (found.mean, *found.percentiles, found.maximum)
-            cells = "".join(f"<td>{value * 1000:,.1f}</td>" for value in values)
+            cells = "".join(f"<td>{_ms(value)}</td>" for value in values)
             rows += f"<tr><th>{label}</th>{cells}</tr>"
     facts = escape(_facts(summary, slo)).replace("\n", "<br>")
     return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -39,6 +40,12 @@ def is_saturated(summaries: Sequence[Summary]) -> bool:
     """Whether the last stage, with more clients than the knee, made hardly more: the knee is seen from both sides."""
     found = knee(summaries)
     return found is not None and found is not summaries[-1]
+
+
+def capacity(summaries: Sequence[Summary], *, share: float) -> Summary | None:
+    """The largest stage up to which `share` of the requests were good in every stage."""
+    met = itertools.takewhile(lambda s: s.num_requests and s.good_share >= share, summaries)
+    return max(met, key=lambda s: s.concurrency or 0, default=None)
 
 
 def _stages_without_gain(summaries: Sequence[Summary]) -> int:

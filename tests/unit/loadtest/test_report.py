@@ -48,6 +48,7 @@ def make_run() -> Run:
         started_at="2030-01-01T00:00:00+00:00",
         settings={"server": "http://server/v1", "body fields": '{"a": "</td><script>"}'},
         slo=SLO,
+        slo_share=0.99,
         stages=tuple(stages),
         summaries=tuple(summarize(stage, warmup_s=0.0, slo=SLO) for stage in stages),
         samples=tuple(
@@ -110,6 +111,7 @@ def test_a_run_says_what_it_saw_beside_the_load(tmp_path: Path) -> None:
     write_json(run_, tmp_path / "r.json")
     assert json.loads((tmp_path / "r.json").read_text())["notes"] == [
         "not saturated by 2 clients: 16.0 tokens/s, TTFT 200 ms (p50)",
+        "2 clients meet ttft <= 250 ms for 99% of the requests",
         "engine killed 2 times",
         "memory of the server, MiB: 0.0 at first, 3.0 at most, 2.0 halfway, 3.0 at last",
         "memory of the engine, MiB: 9.0 at first, 9.0 at most, 7.0 halfway, 6.0 at last",
@@ -177,6 +179,16 @@ def test_a_chat_run_passes_by_its_share_of_good_requests() -> None:
     assert not passed(strict, make_settings(Profile.CHAT, 0.99))
     assert passed(strict, make_settings(Profile.CHAT, 0.0))
     assert not passed(dataclasses.replace(run_, summaries=()), make_settings(Profile.CHAT, 0.0))
+
+
+def test_a_ramp_passes_when_some_clients_were_served_well() -> None:
+    run_ = make_run()
+    settings = dataclasses.replace(
+        make_settings(Profile.CHAT, 0.99), arrivals=Arrivals(shape=Shape.SATURATE)
+    )
+    bad = dataclasses.replace(run_.summaries[1], num_good=0)
+    assert passed(dataclasses.replace(run_, summaries=(run_.summaries[0], bad)), settings)
+    assert not passed(dataclasses.replace(run_, summaries=(bad, bad)), settings)
 
 
 def test_a_fault_run_passes_when_all_ended_as_they_should_and_counts_agree() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from loadtest.config import Slo
 from loadtest.driver import Stage
-from loadtest.saturation import is_saturated, knee, next_clients
+from loadtest.saturation import capacity, is_saturated, knee, next_clients
 from loadtest.stats import Summary, summarize
 
 _EMPTY = summarize(
@@ -65,3 +65,17 @@ def test_output_that_still_grows_has_not_shown_its_knee() -> None:
 def test_a_server_that_answers_nothing_has_no_knee() -> None:
     assert knee(ramp(0, 0)) is None
     assert not is_saturated(ramp(0, 0))
+
+
+@pytest.mark.parametrize(
+    ("good", "clients"), [((10, 10, 9, 5), 4), ((10, 5, 10, 10), 1), ((8, 10, 10, 10), None)]
+)
+def test_capacity_ends_at_the_first_stage_that_fails(
+    good: tuple[int, ...], clients: int | None
+) -> None:
+    summaries = [
+        dataclasses.replace(_EMPTY, concurrency=2**index, num_requests=10, num_good=count)
+        for index, count in enumerate(good)
+    ]
+    found = capacity(summaries, share=0.9)
+    assert (None if found is None else found.concurrency) == clients
