@@ -145,18 +145,19 @@ class ConversationStore:
         lease.checkpoints.append(Checkpoint(position=position, checkpoint_id=checkpoint_id))
         return checkpoint_id
 
-    def put(self, lease: Lease) -> tuple[NewPage, ...]:
-        """Park the prompt up to the lease's last checkpoint and end the lease.
+    def put(self, lease: Lease, *, keep: bool = False) -> tuple[NewPage, ...]:
+        """Park the prompt up to the lease's last checkpoint and end the lease; with `keep` it goes on.
 
         Returns the pages that must be written for it: none when it has no checkpoint of its own, or the same is parked
         already.
-        Raises StoreFull; the lease has ended then as well.
+        Raises StoreFull; what becomes of the lease is the same then.
         """
         self._check(lease)
         try:
             return self._put(lease)
         finally:
-            lease.release()
+            if not keep:
+                lease.release()
 
     def suspend(self, lease: Lease, num_tokens: int) -> tuple[NewPage, ...]:
         """Room for the whole state of the lease's sequence after `num_tokens` tokens; see lease.suspended.

@@ -16,7 +16,7 @@ from scheduler.errors import SchedulerError
 from scheduler.messages import Failed, Finished, FinishReason, Tokens
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+    from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 
     from gateway.content_tokens import ContentSpans
     from gateway.model_files import ModelFiles
@@ -210,7 +210,7 @@ class Generation:
     def __init__(
         self,
         choices: Sequence[Choice],
-        submit: Callable[[GenerateRequest], RequestHandle],
+        submit: Callable[[GenerateRequest, RequestHandle | None], RequestHandle],
         *,
         counts_reasoning: bool,
     ) -> None:
@@ -219,8 +219,13 @@ class Generation:
         self._counts_reasoning = counts_reasoning
         self._handles: list[RequestHandle] = []
         try:
+            leaders: dict[int, RequestHandle] = {}
             for choice in self.choices:
-                self._handles.append(submit(choice.prepared.request))
+                request = choice.prepared.request
+                # Choices of one prompt have the same ids object: it is read once for all of them.
+                handle = submit(request, leaders.get(id(request.prompt_ids)))
+                leaders.setdefault(id(request.prompt_ids), handle)
+                self._handles.append(handle)
         except BaseException:
             self.close()
             raise
@@ -233,8 +238,14 @@ class Generation:
     @property
     def prompt_tokens(self) -> int:
         """Tokens of each distinct prompt once: choices of one prompt share it."""
-        prompts = {id(c.prepared.request.prompt_ids): c.prepared.request for c in self.choices}
-        return sum(len(request.prompt_ids) for request in prompts.values())
+        return sum(len(choice.prepared.request.prompt_ids) for choice in self._readers())
+
+    def _readers(self) -> Iterable[Choice]:
+        """The first choice of each distinct prompt, which reads it for the others."""
+        first: dict[int, Choice] = {}
+        for choice in self.choices:
+            first.setdefault(id(choice.prepared.request.prompt_ids), choice)
+        return first.values()
 
     @property
     def completion_tokens(self) -> int:
@@ -253,7 +264,11 @@ class Generation:
         return RequestUsage(
             prompt_tokens=self.prompt_tokens,
             completion_tokens=self.completion_tokens,
-            cached_tokens=sum(usage.cached_tokens for usage in ended),
+            cached_tokens=sum(
+                reader.engine_usage.cached_tokens
+                for reader in self._readers()
+                if reader.engine_usage is not None
+            ),
             reasoning_tokens=reasoning if self._counts_reasoning else None,
             accepted_tokens=accepted,
             rejected_tokens=sum(usage.drafted_tokens for usage in ended) - accepted,

@@ -163,7 +163,7 @@ class Preparer:
                         request=GenerateRequest(
                             request_id=request_id if index == 0 else f"{request_id}-{index}",
                             prompt_ids=prompt.token_ids,
-                            sampling=replace(sampling, seed=(seed + number * _SEED_STEP) % 2**64),
+                            sampling=replace(sampling, seed=choice_seed(seed, number)),
                             max_tokens=max_tokens,
                             owner=owner,
                             conversation_key=options.conversation_key,
@@ -229,6 +229,11 @@ class Preparer:
             raise InvalidRequest(
                 f"{param} has token {largest}; ids go from 0 to {limit}", param=param
             )
+
+
+def choice_seed(seed: int, number: int) -> int:
+    """The seed of a request's choice: asked for by itself it gives the same answer."""
+    return (seed + number * _SEED_STEP) % 2**64
 
 
 def _first(value: _Number | None, default: _Number) -> _Number:

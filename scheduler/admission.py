@@ -43,8 +43,8 @@ class WaitingQueue:
     def add(self, sequence: SequenceState) -> None:
         self._waiting.append(sequence)
 
-    def next_up(self, seated: Iterable[SequenceState]) -> SequenceState:
-        """Who is next; `seated` are the sequences that have seats now."""
+    def next_up(self, seated: Iterable[SequenceState]) -> SequenceState | None:
+        """Who is next, None when nobody can be; `seated` are the sequences that have seats now."""
         num_seats = Counter(sequence.request.owner for sequence in seated)
 
         def rank(sequence: SequenceState) -> tuple[int, int, int, int]:
@@ -52,29 +52,33 @@ class WaitingQueue:
             served = self._last_served.get(owner, 0)
             return -sequence.request.priority, num_seats[owner], served, sequence.arrival
 
-        return min(self._waiting, key=rank)
+        ready = [sequence for sequence in self._waiting if not sequence.is_held]
+        return min(ready, key=rank) if ready else None
 
-    def take_next(self, seated: Iterable[SequenceState]) -> SequenceState:
-        """Remove and return who is next."""
-        chosen = self.next_up(seated)
+    def take(self, chosen: SequenceState) -> None:
+        """Remove who is next: it gets a seat."""
         self._waiting.remove(chosen)
         self._num_served += 1
         self._last_served[chosen.request.owner] = self._num_served
         return chosen
 
     def remove(self, sequence: SequenceState) -> None:
-        """Its caller has left."""
+        """It is over, before it got its seat or without getting one again."""
         self._waiting.remove(sequence)
+        sequence.phase = Phase.ENDED
 
     def take_overdue(self, now_s: float) -> tuple[SequenceState, ...]:
         """Remove and return those whose deadline has passed."""
         overdue = tuple(sequence for sequence in self._waiting if sequence.is_overdue(now_s))
         for sequence in overdue:
-            self._waiting.remove(sequence)
+            self.remove(sequence)
         return overdue
 
     def take_all(self) -> tuple[SequenceState, ...]:
+        """Remove and return everyone: all are over."""
         taken, self._waiting = tuple(self._waiting), []
+        for sequence in taken:
+            sequence.phase = Phase.ENDED
         return taken
 
 

@@ -115,12 +115,24 @@ class Parking:
         tenant = self._tenants.pop(slot.sequence.arrival, None)
         if tenant is None:
             return
-        lease = tenant.lease
-        if not slot.sequence.is_started or not self._has_memory():
-            lease.release()
-            return
+        if slot.sequence.is_started and self._has_memory():
+            self._park(slot, tenant.lease)
+        else:
+            tenant.lease.release()
+
+    def can_share(self, prompt_ids: tuple[int, ...]) -> bool:
+        """Whether others with this prompt save anything by waiting for `share`."""
+        return self._config.is_enabled and bool(self._checkpoint_positions(prompt_ids))
+
+    def share(self, slot: Slot) -> None:
+        """The slot has read its prompt and goes on: park it now, for others with the same one."""
+        tenant = self._tenants.get(slot.sequence.arrival)
+        if tenant is not None and self._has_memory():
+            self._park(slot, tenant.lease, keep=True)
+
+    def _park(self, slot: Slot, lease: Lease, *, keep: bool = False) -> None:
         try:
-            new_pages = self._store.put(lease)
+            new_pages = self._store.put(lease, keep=keep)
         except StoreFull as error:
             _LOG.info("not parked: %s", error)
             return

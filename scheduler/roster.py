@@ -64,8 +64,11 @@ class Roster:
         self._mean_seat_s = 0.0
         self._counters = Counters()
 
-    def admit(self, request: GenerateRequest) -> RequestHandle:
-        """Queue a request. Raises Overloaded."""
+    def admit(self, request: GenerateRequest, leader: RequestHandle | None = None) -> RequestHandle:
+        """Queue a request. Raises Overloaded.
+
+        leader: of a request with the same prompt and owner, which is to be read once for both.
+        """
         if not self._waiting.has_room(self._table.num_free):
             self._counters.rejected += 1
             raise Overloaded(
@@ -81,8 +84,11 @@ class Roster:
             deadline_at_s=None if deadline_s is None else now + deadline_s,
             max_draft=info.max_draft if asked_draft is None else min(asked_draft, info.max_draft),
             spec_min_p=self._config.spec_min_p if asked_min_p is None else asked_min_p,
+            leader=None if leader is None else self._leader(leader, request),
             waiting_since_s=now,
         )
+        if sequence.leader is not None:
+            sequence.leader.has_followers = True
         handle = RequestHandle(request, submitted_s=now, on_cancel=partial(self._cancel, sequence))
         self._counters.submitted += 1
         self._handles[sequence.arrival] = handle
@@ -107,11 +113,10 @@ class Roster:
     def seat_waiting(self) -> None:
         """Give free seats to those who are next, then the seats of those who have to give way."""
         now = self._clock()
-        while self._waiting and self._table.num_free:
-            self._seat_next(now)
-        while self._waiting:
-            seated = [slot.sequence for slot in self._table]
-            next_up = self._waiting.next_up(seated)
+        while (next_up := self._next_up()) is not None:
+            if self._table.num_free:
+                self._seat(next_up, now)
+                continue
             slot = pick_preempted(next_up, self._table, now, self._preemption)
             if slot is None:
                 return
@@ -120,7 +125,7 @@ class Roster:
                 continue
             self._counters.preemptions += 1
             suspended = self._table.suspend(slot.index)
-            self._seat_next(now)
+            self._seat(next_up, now)
             suspended.waiting_since_s = now
             self._waiting.add(suspended)
 
@@ -142,6 +147,8 @@ class Roster:
         events = apply_result(self._table, plan, result)
         if ended := [slot for slot in seated if slot.sequence.phase is Phase.ENDED]:
             self._park_ended(ended, broken_slots(plan, result).keys())
+        if plan.chunks:
+            self._share_prompts({chunk.slot for chunk in plan.chunks if chunk.is_last})
         for news in events:
             self._publish(news.sequence, news.event)
 
@@ -202,8 +209,29 @@ class Roster:
         num_ended = sum(self._counters.outcomes.values())
         assert self._counters.submitted == num_ended + len(self._handles), "outcomes do not add up"
 
-    def _seat_next(self, now_s: float) -> None:
-        sequence = self._waiting.take_next([slot.sequence for slot in self._table])
+    def _leader(self, handle: RequestHandle, request: GenerateRequest) -> SequenceState | None:
+        """The handle's sequence, if waiting for it can save anything."""
+        everyone = (*self._waiting, *(slot.sequence for slot in self._table))
+        leader = next((s for s in everyone if self._handles.get(s.arrival) is handle), None)
+        if leader is None or not self._parking.can_share(request.prompt_ids):
+            return None
+        assert leader.request.prompt_ids == request.prompt_ids
+        assert leader.request.owner == request.owner
+        return leader
+
+    def _share_prompts(self, read: Set[int]) -> None:
+        """Park the prompts that were just read to the end in these slots, if others wait for them."""
+        for slot in self._table.in_phase(Phase.DECODING):
+            if slot.index in read and slot.sequence.has_followers:
+                self._parking.share(slot)
+
+    def _next_up(self) -> SequenceState | None:
+        if not self._waiting:
+            return None
+        return self._waiting.next_up([slot.sequence for slot in self._table])
+
+    def _seat(self, sequence: SequenceState, now_s: float) -> None:
+        self._waiting.take(sequence)
         self._table.seat(sequence)
         sequence.seated_at_s = now_s
         self._parking.seated(sequence)

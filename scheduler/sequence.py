@@ -39,6 +39,10 @@ class SequenceState:
     max_draft: int
     """Longest draft chain: the least of request, server and engine."""
     spec_min_p: float
+    leader: SequenceState | None = None
+    """One with the same prompt, which is read first; this one goes on from what it parks."""
+    has_followers: bool = False
+    """Others wait for its prompt to be read."""
     phase: Phase = Phase.WAITING
     cancelled: bool = False
     num_read_tokens: int = 0
@@ -68,6 +72,12 @@ class SequenceState:
     @property
     def num_unread_tokens(self) -> int:
         return self.num_prompt_tokens - self.num_read_tokens
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it still waits for its leader's reading."""
+        leader = self.leader
+        return leader is not None and leader.phase is not Phase.ENDED and not leader.output_ids
 
     @property
     def num_computed_tokens(self) -> int:

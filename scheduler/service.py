@@ -87,8 +87,13 @@ class Scheduler:
             if self._task is not None:
                 await self._end(self._task)
 
-    def submit(self, request: GenerateRequest) -> RequestHandle:
-        """Queue a request. Raises Draining, EngineUnavailable, RequestTooLong or Overloaded."""
+    def submit(
+        self, request: GenerateRequest, leader: RequestHandle | None = None
+    ) -> RequestHandle:
+        """Queue a request. Raises Draining, EngineUnavailable, RequestTooLong or Overloaded.
+
+        leader: of a request with the same prompt and owner, submitted before; the prompt is read once for both.
+        """
         if self._drained_by_s is not None:
             raise self._draining()
         if self._roster is None or self._loop is None or not self.ready:
@@ -104,7 +109,7 @@ class Scheduler:
                 max_tokens=request.max_tokens,
                 max_context=max_context,
             )
-        handle = self._roster.admit(request)
+        handle = self._roster.admit(request, leader)
         self._loop.wake()
         return handle
 

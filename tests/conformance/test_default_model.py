@@ -14,6 +14,8 @@ import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
+from gateway.preparation import choice_seed
+
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(60)]
 
 QUESTIONS = ("What is bread made of?", "Tell me about the sea.", "How do I learn to draw?")
@@ -95,6 +97,33 @@ async def test_drafts_do_not_change_an_answer(client: AsyncOpenAI, temperature: 
         *(answer(client, q, temperature=temperature) for q in (*QUESTIONS, *QUESTIONS))
     )
     assert list(together) == [*plain, *plain]
+
+
+async def test_choices_share_their_prompt_and_are_those_of_separate_requests(
+    client: AsyncOpenAI,
+) -> None:
+    question = f"{QUESTIONS[0]} {'Tell me more. ' * 20}{QUESTIONS[1]}"
+    asked: Any = {
+        "model": "default",
+        "messages": [{"role": "user", "content": question}],
+        "max_tokens": 24,
+        "temperature": 1.0,
+        "seed": 7,
+    }
+    together = await client.chat.completions.create(**asked, n=4)
+    texts = [choice.message.content for choice in together.choices]
+    seeds = [choice_seed(7, number) for number in range(4)]
+    separate: list[Any] = [{**asked, "seed": seed} for seed in seeds]
+    alone = [await client.chat.completions.create(**fields) for fields in separate]
+    assert texts == [answer.choices[0].message.content for answer in alone]
+    assert len(set(texts)) > 1
+    # The prompt counts once, and what the choices had of each other is not what the cache gave.
+    first, again = together.usage, alone[0].usage
+    assert first is not None and first.prompt_tokens_details is not None
+    assert again is not None and again.prompt_tokens_details is not None
+    assert first.prompt_tokens == again.prompt_tokens
+    assert first.prompt_tokens_details.cached_tokens == 0
+    assert 0 < (again.prompt_tokens_details.cached_tokens or 0) < again.prompt_tokens
 
 
 async def test_twenty_streams_finish_with_right_usage(url: str) -> None:

@@ -82,8 +82,9 @@ class Server:
     def is_idle(self) -> bool:
         return not self.roster.num_waiting and not list(self.roster._table)
 
-    def ask(self, request: GenerateRequest) -> Asked:
-        return Asked(request=request, handle=self.roster.admit(request))
+    def ask(self, request: GenerateRequest, leader: Asked | None = None) -> Asked:
+        handle = self.roster.admit(request, None if leader is None else leader.handle)
+        return Asked(request=request, handle=handle)
 
     def run_window(self) -> bool:
         """One window, False when there is nothing to do."""
@@ -181,8 +182,7 @@ class Schedule:
         arrivals = rng.choice([0.5, 0.1])
         while len(self.everyone) < num_requests or not self.server.is_idle:
             if len(self.everyone) < num_requests and rng.random() < arrivals:
-                request = self.next_request()
-                self.everyone.append(self.server.ask(request))
+                self.ask(self.next_request())
             if self.everyone and rng.random() < 0.03:
                 chosen = rng.choice(self.everyone)
                 self.cancelled += not chosen.handle.ended
@@ -198,6 +198,15 @@ class Schedule:
             self.check(asked)
         self.count(seen)
         self.server.close()
+
+    def ask(self, request: GenerateRequest) -> None:
+        """Ask once, or for several answers that share the reading of the prompt."""
+        leader = self.server.ask(request)
+        self.everyone.append(leader)
+        for number in range(self.rng.choice([0, 0, 0, 1, 3])):
+            sampling = replace(request.sampling, seed=10 + number)
+            other = replace(request, request_id=f"{request.request_id}-{number}", sampling=sampling)
+            self.everyone.append(self.server.ask(other, leader))
 
     def next_request(self) -> GenerateRequest:
         """The next turn of a conversation that has an answer, the same again, or a new one."""

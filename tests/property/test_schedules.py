@@ -56,7 +56,7 @@ def run_group(model: Solo, group: int) -> None:
     seen = Seen()
     for seed in range(5):
         Schedule(model.engine, MODEL_TEXTS, Random(1000 * group + seed), model).run(4, seen)
-    assert seen.requests == 20
+    assert seen.requests >= 20
 
 
 @pytest.mark.timeout(60)

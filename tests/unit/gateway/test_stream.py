@@ -38,7 +38,8 @@ def make_handle(request: GenerateRequest) -> RequestHandle:
 async def test_a_response_that_cannot_even_begin_cancels_its_sequences() -> None:
     handles: list[RequestHandle] = []
 
-    def submit(request: GenerateRequest) -> RequestHandle:
+    def submit(request: GenerateRequest, leader: RequestHandle | None) -> RequestHandle:
+        assert leader is (handles[0] if handles else None)
         handles.append(make_handle(request))
         return handles[-1]
 
@@ -66,9 +67,10 @@ async def test_a_response_that_cannot_even_begin_cancels_its_sequences() -> None
 async def test_a_submission_that_fails_takes_the_earlier_ones_back() -> None:
     handles: list[RequestHandle] = []
 
-    def submit(request: GenerateRequest) -> RequestHandle:
+    def submit(request: GenerateRequest, leader: RequestHandle | None) -> RequestHandle:
         if len(handles) == 2:
             raise Overloaded("full", retry_after_s=1.0)
+        assert leader is (handles[0] if handles else None)
         handles.append(make_handle(request))
         return handles[-1]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -28,7 +29,14 @@ def queue_of(*sequences: SequenceState, max_waiting: int = 100) -> WaitingQueue:
 
 def order(queue: WaitingQueue) -> list[int]:
     """Arrivals in the order of seating, every seat being free again at once."""
-    return [queue.take_next(()).arrival for _ in range(len(queue))]
+    return [take_next(queue).arrival for _ in range(len(queue))]
+
+
+def take_next(queue: WaitingQueue, seated: Iterable[SequenceState] = ()) -> SequenceState:
+    chosen = queue.next_up(seated)
+    assert chosen is not None
+    queue.take(chosen)
+    return chosen
 
 
 def test_equals_are_first_come_first_served() -> None:
@@ -53,8 +61,35 @@ def test_who_has_fewer_seats_goes_first() -> None:
         make_sequence(arrival=1, owner="b"),
         make_sequence(arrival=2, owner="c"),
     )
-    assert queue.take_next(seated).arrival == 2
-    assert queue.take_next(seated).arrival == 1
+    assert take_next(queue, seated).arrival == 2
+    assert take_next(queue, seated).arrival == 1
+
+
+def test_who_is_held_lets_others_go_first() -> None:
+    leader = make_sequence(arrival=0)
+    held = make_sequence(arrival=1, priority=5)
+    held.leader = leader
+    queue = queue_of(held, make_sequence(arrival=2))
+    assert take_next(queue).arrival == 2
+    assert queue.next_up(()) is None
+    leader.output_ids.append(1)
+    assert take_next(queue).arrival == 1
+
+
+@pytest.mark.parametrize("way", ["left", "overdue", "failed"])
+def test_a_leader_that_is_gone_holds_nobody(way: str) -> None:
+    leader, held = make_sequence(arrival=0, deadline_at_s=1.0), make_sequence(arrival=1)
+    held.leader = leader
+    queue = queue_of(leader)
+    match way:
+        case "left":
+            queue.remove(leader)
+        case "overdue":
+            assert queue.take_overdue(2.0) == (leader,)
+        case _:
+            assert queue.take_all() == (leader,)
+    queue.add(held)
+    assert queue.next_up(()) is held
 
 
 def test_the_bound_counts_only_those_who_will_wait() -> None:
