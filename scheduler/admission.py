@@ -60,7 +60,6 @@ class WaitingQueue:
         self._waiting.remove(chosen)
         self._num_served += 1
         self._last_served[chosen.request.owner] = self._num_served
-        return chosen
 
     def remove(self, sequence: SequenceState) -> None:
         """It is over, before it got its seat or without getting one again."""
