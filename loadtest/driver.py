@@ -14,6 +14,7 @@ import httpx
 import orjson
 
 from loadtest.client import Outcome, RequestPlan, RequestRecord, send
+from loadtest.pools import Pools
 
 if TYPE_CHECKING:
     from loadtest.config import Limits, Target
@@ -198,10 +199,12 @@ def chat_body(
 def http_client(target: Target) -> httpx.AsyncClient:
     """A client without a cap on connections, so that an open loop is never held back."""
     headers = {"authorization": f"Bearer {target.api_key}"} if target.api_key else {}
+    tls = httpx.create_ssl_context(trust_env=False)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     return httpx.AsyncClient(
         base_url=target.base_url.rstrip("/") + "/",
         headers=headers,
         timeout=httpx.Timeout(target.timeout_s),
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+        transport=Pools(lambda: httpx.AsyncHTTPTransport(verify=tls, limits=limits)),
         trust_env=False,
     )
