@@ -300,6 +300,9 @@ class Generation:
             choice = self.choices[0]
             async for event in self._handles[0]:
                 yield self._delta_of(choice, event)
+                if choice.ended:
+                    # By a stop string, perhaps: the sequence's own end may wait behind it.
+                    break
         else:
             async with aclosing(self._merged()) as events:
                 async for choice, event in events:
@@ -336,7 +339,8 @@ class Generation:
                     if event is None:
                         continue
                     yield choice, event
-                    waiting[self._next_event(choice)] = choice
+                    if not choice.ended:
+                        waiting[self._next_event(choice)] = choice
         finally:
             for task in waiting:
                 task.cancel()
