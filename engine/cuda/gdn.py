@@ -1,7 +1,7 @@
-"""Gated DeltaNet for a window's rows and its commit (model.md 1.4; D4): one program per slot and value head holds S.
+"""Gated DeltaNet for a window's rows and its commit (model.md 1.4; D4): programs hold columns of one head's S.
 
-A window's kernel does all between the two projections: convolution, norms, gates, the recurrence over the slot's rows
-and the gated norm of the output. It stores S after the first row and leaves what `commit` replays for the others.
+Between the two projections one kernel convolves the heads, one runs the recurrence over the slot's rows, and one norms its
+output. The recurrence stores S after the first row and leaves what `commit` replays for the others.
 """
 
 # pyright: reportUnknownParameterType=false, reportMissingParameterType=false, reportUntypedFunctionDecorator=false
@@ -11,11 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.cuda.primitives import LAUNCH, begin, sigmoid, wait
+from engine.cuda.primitives import LAUNCH, Ahead, begin, pull, sigmoid, wait
 
 if TYPE_CHECKING:
     from engine.cuda.layout import WindowLayout
@@ -43,99 +44,125 @@ class GdnWeights:
 
 
 @triton.jit
-def _convolved(
-    projected, history, conv, channel, inside, j,
-    C: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr,
+def _heads(
+    projected, conv, decay, dt_bias, history, qkv, gates, row_slots, starts,
+    K: tl.constexpr, V: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, P: tl.constexpr, OVERLAP: tl.constexpr,
 ):
-    """SiLU of the causal convolution at the slot's row j for some channels; rows before the first come from history."""
-    total = tl.zeros(channel.shape, tl.float32)
-    for tap in tl.static_range(WIDTH):
-        back = j + tap - (WIDTH - 1)
-        old = tl.load(history + (back + WIDTH - 1) * C + channel, mask=inside & (back < 0), other=0.0)
-        new = tl.load(projected + back * ROW + channel, mask=inside & (back >= 0), other=0.0)
-        factor = tl.load(conv + tap * C + channel, mask=inside, other=0.0)
-        total += (old.to(tl.float32) + new.to(tl.float32)) * factor.to(tl.float32)
-    total = total.to(tl.bfloat16).to(tl.float32)
-    return (total * sigmoid(total)).to(tl.bfloat16).to(tl.float32)
+    """Grid (rows, 2*K + V): one head of q, k or v each, convolved, and q and k of unit length: qkv fp32 [R, C].
 
-
-@triton.jit
-def _unit(x, scale):
-    """L2 norm (model.md 1.2) times scale."""
-    return x * (tl.rsqrt(tl.sum(x * x, 0) + 1e-6) * scale)
-
-
-@triton.jit
-def _window(
-    projected, conv, decay, dt_bias, norm, out,
-    s, history, replay_k, replay_delta, replay_factor,
-    slots, firsts, counts,
-    eps,
-    V: tl.constexpr, REPEAT: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, SILU: tl.constexpr,
-    PK: tl.constexpr, PV: tl.constexpr, OVERLAP: tl.constexpr,
-):
-    """Grid (places of the window, value heads)."""
-    place = tl.program_id(0)
+    Keeps the row's convolution inputs; a value head also gives its gates fp32 [R, V, 2]: decay factor and beta.
+    """
+    row = tl.program_id(0)
     head = tl.program_id(1)
     ROW: tl.constexpr = C + V * DV + 2 * V
+    i = tl.arange(0, P)
+    begin(OVERLAP)
+    is_key = head < 2 * K
+    inside = i < tl.where(is_key, DK, DV)
+    channel = tl.where(is_key, head * DK, 2 * K * DK + (head - 2 * K) * DV) + i
+    wait(OVERLAP)
+    slot = tl.load(row_slots + row).to(tl.int64)
+    j = row - tl.load(starts + row)
+    own = projected + row * ROW
+    past = history + slot * ((WIDTH - 1 + ROWS) * C) + channel
+    total = tl.zeros([P], tl.float32)
+    for tap in tl.static_range(WIDTH):
+        back = tap - (WIDTH - 1)
+        old = tl.load(past + (j + tap) * C, mask=inside & (j + back < 0), other=0.0)
+        new = tl.load(own + back * ROW + channel, mask=inside & (j + back >= 0), other=0.0)
+        factor = tl.load(conv + tap * C + channel, mask=inside, other=0.0)
+        total += (old.to(tl.float32) + new.to(tl.float32)) * factor.to(tl.float32)
+        if back == 0:
+            tl.store(past + (WIDTH - 1 + j) * C, new, mask=inside)
+    total = total.to(tl.bfloat16).to(tl.float32)
+    value = (total * sigmoid(total)).to(tl.bfloat16).to(tl.float32)
+    if is_key:
+        value *= tl.rsqrt(tl.sum(value * value, 0) + 1e-6) * tl.where(head < K, DK ** -0.5, 1.0)
+    else:
+        v = head - 2 * K
+        b = tl.load(own + C + V * DV + v).to(tl.float32)
+        a = tl.load(own + C + V * DV + V + v).to(tl.float32) + tl.load(dt_bias + v)
+        soft = tl.maximum(a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(a)))
+        tl.store(gates + (row * V + v) * 2, tl.exp(soft * tl.load(decay + v)))
+        tl.store(gates + (row * V + v) * 2 + 1, sigmoid(b))
+    tl.store(qkv + row * C + channel, value, mask=inside)
+
+
+@triton.jit(do_not_specialize=["ahead_lines"])
+def _steps(
+    qkv, gates, out,
+    s, replay_k, replay_delta, replay_factor,
+    slots, firsts, counts, ahead, ahead_lines,
+    V: tl.constexpr, REPEAT: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
+    ROWS: tl.constexpr, PK: tl.constexpr, BV: tl.constexpr, OVERLAP: tl.constexpr,
+):
+    """Grid (places of the window, value heads, tiles of columns): the recurrence over the slot's rows, out fp32 [R, V*DV].
+
+    One warp holds its columns of S, so that sums over the key axis need no barrier.
+    """
+    place = tl.program_id(0)
+    head = tl.program_id(1)
     KEYS: tl.constexpr = V // REPEAT * DK
     ik = tl.arange(0, PK)
-    iv = tl.arange(0, PV)
+    iv = tl.program_id(2) * BV + tl.arange(0, BV)
     begin(OVERLAP)
     in_k = ik < DK
     in_v = iv < DV
-    key_head = head // REPEAT
-    g_decay = tl.load(decay + head)
-    g_bias = tl.load(dt_bias + head)
-    scale_v = tl.load(norm + iv, mask=in_v, other=0.0).to(tl.float32)
+    both = in_k[:, None] & in_v[None, :]
     wait(OVERLAP)
     count = tl.load(counts + place)
     if count > 0:
         slot = tl.load(slots + place).to(tl.int64)
         first = tl.load(firsts + place)
         own_s = s + (slot * V + head) * (DK * DV) + ik[:, None] * DV + iv[None, :]
-        both = in_k[:, None] & in_v[None, :]
         state = tl.load(own_s, mask=both, other=0.0)
-        rows = projected + first * ROW
-        past = history + slot * ((WIDTH - 1 + ROWS) * C)
-        cq = key_head * DK + ik
-        ck = KEYS + cq
-        cv = 2 * KEYS + head * DV + iv
         for j in range(count):
-            q = _unit(_convolved(rows, past, conv, cq, in_k, j, C, ROW, WIDTH), DK ** -0.5)
-            k = _unit(_convolved(rows, past, conv, ck, in_k, j, C, ROW, WIDTH), 1.0)
-            v = _convolved(rows, past, conv, cv, in_v, j, C, ROW, WIDTH)
-            row = rows + j * ROW
-            b = tl.load(row + C + V * DV + head).to(tl.float32)
-            a = tl.load(row + C + V * DV + V + head).to(tl.float32) + g_bias
-            soft = tl.maximum(a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(a)))
-            factor = tl.exp(soft * g_decay)
+            row = first + j
+            q_at = qkv + row * C + head // REPEAT * DK
+            k = tl.load(q_at + KEYS + ik, mask=in_k, other=0.0)
+            q = tl.load(q_at + ik, mask=in_k, other=0.0)
+            v = tl.load(qkv + row * C + 2 * KEYS + head * DV + iv, mask=in_v, other=0.0)
+            factor = tl.load(gates + (row * V + head) * 2)
+            beta = tl.load(gates + (row * V + head) * 2 + 1)
             state = state * factor
             read = tl.sum(state * k[:, None], 0)
-            delta = (v - read) * sigmoid(b)
-            o = tl.sum(state * q[:, None], 0) + tl.sum(q * k, 0) * delta
+            old = tl.sum(state * q[:, None], 0)
+            delta = (v - read) * beta
+            tl.store(out + row * (V * DV) + head * DV + iv, old + tl.sum(q * k, 0) * delta, mask=in_v)
             state += k[:, None] * delta[None, :]
             if j == 0:
                 tl.store(own_s, state, mask=both)
             else:
                 kept = (slot * ROWS + j) * V + head
-                tl.store(replay_k + kept * DK + ik, k, mask=in_k)
                 tl.store(replay_delta + kept * DV + iv, delta, mask=in_v)
-                tl.store(replay_factor + kept, factor)
-            z = tl.load(row + C + head * DV + iv, mask=in_v, other=0.0).to(tl.float32)
-            gate = sigmoid(z)
-            if SILU:
-                gate = z * gate
-            root = tl.rsqrt(tl.sum(o * o, 0) / DV + eps)
-            normed = (o * root).to(tl.bfloat16).to(tl.float32)
-            result = (normed * scale_v).to(tl.bfloat16).to(tl.float32) * gate
-            tl.store(out + (first + j) * (V * DV) + head * DV + iv, result, mask=in_v)
-            kept_row = past + (WIDTH - 1 + j) * C
-            tl.store(kept_row + cv, tl.load(row + cv, mask=in_v, other=0.0), mask=in_v)
-            if head % REPEAT == 0:
-                tl.store(kept_row + cq, tl.load(row + cq, mask=in_k, other=0.0), mask=in_k)
-                tl.store(kept_row + ck, tl.load(row + ck, mask=in_k, other=0.0), mask=in_k)
+                if tl.program_id(2) == 0:
+                    tl.store(replay_k + kept * DK + ik, k, mask=in_k)
+                    tl.store(replay_factor + kept, factor)
+    pull(ahead, ahead_lines, 32)
+
+
+@triton.jit
+def _gate(
+    x, projected, norm, out, eps,
+    V: tl.constexpr, DV: tl.constexpr, C: tl.constexpr, SILU: tl.constexpr, PV: tl.constexpr, OVERLAP: tl.constexpr,
+):
+    """Grid (rows, value heads): out bf16 [R, V*DV] = gated RMS norm of x fp32 [R, V*DV]."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    i = tl.arange(0, PV)
+    inside = i < DV
+    begin(OVERLAP)
+    scale = tl.load(norm + i, mask=inside, other=0.0).to(tl.float32)
+    wait(OVERLAP)
+    at = row * (V * DV) + head * DV + i
+    o = tl.load(x + at, mask=inside, other=0.0)
+    z = tl.load(projected + row * (C + V * DV + 2 * V) + C + head * DV + i, mask=inside, other=0.0).to(tl.float32)
+    gate = sigmoid(z)
+    if SILU:
+        gate = z * gate
+    normed = (o * tl.rsqrt(tl.sum(o * o, 0) / DV + eps)).to(tl.bfloat16).to(tl.float32)
+    tl.store(out + at, (normed * scale).to(tl.bfloat16).to(tl.float32) * gate, mask=inside)
 
 
 @triton.jit
@@ -185,9 +212,28 @@ def _shift(
         tl.store(own, rows, mask=inside)
 
 
+@dataclass(frozen=True, slots=True)
+class GdnScratch:
+    """Buffers for up to `max_rows` rows: convolved heads fp32 [rows, C], gates fp32 [rows, V, 2], out fp32 [rows, V*dv]."""
+
+    qkv: Tensor
+    gates: Tensor
+    out: Tensor
+
+    @staticmethod
+    def make(spec: GdnSpec, max_rows: int, device: torch.device) -> GdnScratch:
+        """Buffers for one geometry."""
+        return GdnScratch(
+            qkv=torch.empty(max_rows, spec.conv_channels, device=device),
+            gates=torch.empty(max_rows, spec.num_value_heads, 2, device=device),
+            out=torch.empty(max_rows, spec.value_channels, device=device),
+        )
+
+
 def gdn_window(
     projected: Tensor,
     weights: GdnWeights,
+    scratch: GdnScratch,
     layout: WindowLayout,
     state: SlotState,
     layer: int,
@@ -199,17 +245,28 @@ def gdn_window(
 
     `layer` counts among the GDN layers. Advances S by each slot's first row; keeps convolution inputs and replay rows.
     """
-    _window[(layout.num_places, spec.num_value_heads)](
-        projected, weights.conv, weights.decay, weights.dt_bias, weights.norm, out,
-        state.s[layer], state.conv[layer],
+    keys, values = spec.num_key_heads, spec.num_value_heads
+    rows = state.replay_k.shape[2]
+    pk, pv = triton.next_power_of_2(spec.key_dim), triton.next_power_of_2(spec.value_dim)
+    _heads[(projected.shape[0], 2 * keys + values)](
+        projected, weights.conv, weights.decay, weights.dt_bias, state.conv[layer], scratch.qkv, scratch.gates,
+        layout.row_slots, layout.starts,
+        K=keys, V=values, DK=spec.key_dim, DV=spec.value_dim, C=spec.conv_channels, WIDTH=spec.conv_width,
+        ROWS=rows, P=max(pk, pv), OVERLAP=LAUNCH.overlap, **LAUNCH.options(1, 1),
+    )
+    tile = min(32, pv)
+    pulled = Ahead.of(weights.out_proj, weights.out_proj)
+    _steps[(layout.num_places, values, triton.cdiv(spec.value_dim, tile))](
+        scratch.qkv, scratch.gates, scratch.out, state.s[layer],
         state.replay_k[layer], state.replay_delta[layer], state.replay_factor[layer],
-        layout.slots, layout.firsts, layout.counts,
-        eps,
-        V=spec.num_value_heads, REPEAT=spec.num_value_heads // spec.num_key_heads,
-        DK=spec.key_dim, DV=spec.value_dim, C=spec.conv_channels, WIDTH=spec.conv_width,
-        ROWS=state.replay_k.shape[2], SILU=spec.gate == "silu",
-        PK=triton.next_power_of_2(spec.key_dim), PV=triton.next_power_of_2(spec.value_dim),
-        OVERLAP=LAUNCH.overlap, **LAUNCH.options(8, 1),
+        layout.slots, layout.firsts, layout.counts, pulled.start, pulled.num_lines,
+        V=values, REPEAT=values // keys, DK=spec.key_dim, DV=spec.value_dim, C=spec.conv_channels,
+        ROWS=rows, PK=pk, BV=tile, OVERLAP=LAUNCH.overlap, **LAUNCH.options(1, 1),
+    )
+    _gate[(projected.shape[0], values)](
+        scratch.out, projected, weights.norm, out, eps,
+        V=values, DV=spec.value_dim, C=spec.conv_channels, SILU=spec.gate == "silu", PV=pv,
+        OVERLAP=LAUNCH.overlap, **LAUNCH.options(1, 1),
     )
 
 

@@ -1,8 +1,8 @@
 """Mixture of experts with 4-bit experts for a window's rows (model.md 1.6).
 
 Each used expert is read once: a program belongs to a (row, rank) pair and leaves at once unless it is the first that
-chose its expert; then it multiplies for all rows that chose it. All rows lie in one tile, those that did not choose the
-expert as zeros, so no rows are gathered and a row's arithmetic does not depend on its company.
+chose its expert; then it multiplies for all rows that chose it. A row's arithmetic does not depend on its company.
+
 """
 
 # pyright: reportUnknownParameterType=false, reportMissingParameterType=false, reportUntypedFunctionDecorator=false
@@ -17,15 +17,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.cuda.primitives import LAUNCH, begin, mma, prefetch, row_tile, sigmoid, unpack, wait
-from engine.cuda.products import product
-from engine.cuda.quant import GROUP, QUARTER, Packed4
+from engine.cuda.primitives import LAUNCH, begin, mma, row_tile, sigmoid, unpack, wait
+from engine.cuda.products import ProductScratch, product
+from engine.cuda.quant import GROUP, QUARTER, TILE, Packed4
 
 if TYPE_CHECKING:
     from engine.model_spec import MoeSpec
 
-PAIR_TILE = 64
-"""Rows of gate and up weights that one program reads."""
+_ROW_TILE = 16
+"""Rows of one expert multiplied at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,38 +113,65 @@ def _route(
 
 
 @triton.jit
-def _chosen(ids, pair, R, TOP: tl.constexpr, PT: tl.constexpr, BM: tl.constexpr):
-    """The pair's expert, whether the pair is the first to choose it, which rows chose it and at which rank."""
-    m = tl.arange(0, BM)
+def _chosen(ids, pair, R, TOP: tl.constexpr, PT: tl.constexpr, PM: tl.constexpr):
+    """The pair's expert, whether the pair is the first to choose it, how many rows chose it, and of each row [PM]
+    its place among them (PM if it did not) and the rank it gave the expert."""
+    m = tl.arange(0, PM)
     t = tl.arange(0, PT)
     expert = tl.load(ids + pair)
     at = m[:, None] * TOP + t[None, :]
     all_ids = tl.load(ids + at, mask=(m[:, None] < R) & (t[None, :] < TOP), other=-1)
     match = all_ids == expert
-    first = tl.min(tl.min(tl.where(match, at, BM * TOP), 1), 0)
+    first = tl.min(tl.min(tl.where(match, at, PM * TOP), 1), 0)
     rank = tl.sum(tl.where(match, t[None, :], 0), 1)
-    rows = tl.sum(match.to(tl.int32), 1) > 0
-    return expert, first == pair, rows, rank
+    chose = tl.sum(match.to(tl.int32), 1)
+    place = tl.where(chose > 0, tl.cumsum(chose, 0) - 1, PM)
+    return expert, first == pair, tl.sum(chose, 0), place, rank
+
+
+@triton.jit
+def _tile_of_rows(base, count, place, rank, TOP: tl.constexpr, PM: tl.constexpr, BM: tl.constexpr):
+    """Of the BM rows from the base-th that chose the expert: row, (row, rank) pair and whether there is one."""
+    c = base + tl.arange(0, BM)
+    m = tl.arange(0, PM)
+    mine = place[None, :] == c[:, None]
+    row = tl.sum(tl.where(mine, m[None, :], 0), 1)
+    pair = tl.sum(tl.where(mine, (m * TOP + rank)[None, :], 0), 1)
+    return row, pair, c < count
+
+
+@triton.jit
+def _quarter(x_rows, k, rows, K: tl.constexpr, GROUP: tl.constexpr):
+    """Columns k of the tile's rows."""
+    if K % GROUP == 0:
+        return tl.load(x_rows + k, mask=rows[None, :], other=0.0)
+    return tl.load(x_rows + k, mask=rows[None, :] & (k < K), other=0.0)
 
 
 @triton.jit
 def _multiply4(
-    words, scales, x_rows, rows, K: tl.constexpr, KP: tl.constexpr,
-    BN: tl.constexpr, BM: tl.constexpr, GROUP: tl.constexpr, QUARTER: tl.constexpr,
+    words, scales, n, x_rows, rows, K: tl.constexpr, GROUPS: tl.constexpr,
+    BN: tl.constexpr, BM: tl.constexpr, GROUP: tl.constexpr, QUARTER: tl.constexpr, TILE: tl.constexpr,
 ):
-    """acc [BN, BM]: words, scales point at BN rows ([BN, 1]); x_rows at BM rows ([1, BM]), zeros where not `rows`."""
+    """acc [BN, BM] of output rows n of one expert's words and scales; x_rows at BM rows ([1, BM]), zeros where not `rows`."""
     q = tl.arange(0, QUARTER)
+    line = (n // TILE) * (GROUPS * TILE) + n % TILE
+    own = words + line[:, None] * QUARTER + q[None, :]
+    own_scales = scales + line[:, None]
     acc = tl.zeros([BN, BM], tl.float32)
-    for g in range(0, KP // GROUP):
-        packed = tl.load(words + g * QUARTER + q[None, :])
-        scale = tl.load(scales + g).to(tl.float32)
+    scale = tl.load(own_scales)
+    for g in range(0, GROUPS):
+        packed = tl.load(own + g * (TILE * QUARTER))
+        # One group ahead, as only loads that feed a product are put ahead by the compiler.
+        next_scale = tl.load(own_scales + tl.minimum(g + 1, GROUPS - 1) * TILE)
         a, b, c, d = unpack(packed)
         k = g * GROUP + q[:, None]
-        part = mma(a, tl.load(x_rows + k, mask=rows[None, :] & (k < K), other=0.0), tl.zeros([BN, BM], tl.float32))
-        part = mma(b, tl.load(x_rows + k + QUARTER, mask=rows[None, :] & (k + QUARTER < K), other=0.0), part)
-        part = mma(c, tl.load(x_rows + k + 2 * QUARTER, mask=rows[None, :] & (k + 2 * QUARTER < K), other=0.0), part)
-        part = mma(d, tl.load(x_rows + k + 3 * QUARTER, mask=rows[None, :] & (k + 3 * QUARTER < K), other=0.0), part)
-        acc += part * scale
+        part = mma(a, _quarter(x_rows, k, rows, K, GROUP), tl.zeros([BN, BM], tl.float32))
+        part = mma(b, _quarter(x_rows, k + QUARTER, rows, K, GROUP), part)
+        part = mma(c, _quarter(x_rows, k + 2 * QUARTER, rows, K, GROUP), part)
+        part = mma(d, _quarter(x_rows, k + 3 * QUARTER, rows, K, GROUP), part)
+        acc += part * scale.to(tl.float32)
+        scale = next_scale
     return acc
 
 
@@ -152,8 +179,9 @@ def _multiply4(
 def _gate_up(
     x, words, scales, ids, hidden,
     R,
-    H: tl.constexpr, HP: tl.constexpr, I: tl.constexpr, TOP: tl.constexpr, PT: tl.constexpr,
-    BN: tl.constexpr, BM: tl.constexpr, GROUP: tl.constexpr, QUARTER: tl.constexpr,
+    H: tl.constexpr, GROUPS: tl.constexpr, TILES: tl.constexpr, I: tl.constexpr,
+    TOP: tl.constexpr, PT: tl.constexpr, PM: tl.constexpr,
+    BN: tl.constexpr, BM: tl.constexpr, GROUP: tl.constexpr, QUARTER: tl.constexpr, TILE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Grid (tiles of rows of gate and up, pairs): hidden [R, TOP, I] = silu(gate) * up."""
@@ -161,44 +189,43 @@ def _gate_up(
     pair = tl.program_id(1)
     begin(OVERLAP)
     wait(OVERLAP)
-    expert, is_first, rows, rank = _chosen(ids, pair, R, TOP, PT, BM)
+    expert, is_first, count, place, rank = _chosen(ids, pair, R, TOP, PT, PM)
     if is_first:
         n = tile * BN + tl.arange(0, BN)
-        m = tl.arange(0, BM)
-        line = (expert * (2 * I) + tl.minimum(n, 2 * I - 1)).to(tl.int64)[:, None]
-        acc = _multiply4(words + line * (HP // 4), scales + line * (HP // GROUP), x + m[None, :] * H, rows,
-                         H, HP, BN, BM, GROUP, QUARTER)
-        pairs = acc.to(tl.bfloat16).to(tl.float32).reshape(BN // 2, 2, BM)
-        gate, up = tl.split(tl.permute(pairs, (0, 2, 1)))
-        middle = (gate * sigmoid(gate)).to(tl.bfloat16).to(tl.float32) * up
+        first = expert.to(tl.int64) * (TILES * GROUPS * TILE)
         i = tile * (BN // 2) + tl.arange(0, BN // 2)
-        at = hidden + (m * TOP + rank)[None, :] * I + i[:, None]
-        tl.store(at, middle, mask=rows[None, :] & (i[:, None] < I))
+        for base in range(0, count, BM):
+            row, at, rows = _tile_of_rows(base, count, place, rank, TOP, PM, BM)
+            acc = _multiply4(words + first * QUARTER, scales + first, n, x + row[None, :] * H, rows,
+                             H, GROUPS, BN, BM, GROUP, QUARTER, TILE)
+            pairs = acc.to(tl.bfloat16).to(tl.float32).reshape(BN // 2, 2, BM)
+            gate, up = tl.split(tl.permute(pairs, (0, 2, 1)))
+            middle = (gate * sigmoid(gate)).to(tl.bfloat16).to(tl.float32) * up
+            tl.store(hidden + at[None, :] * I + i[:, None], middle, mask=rows[None, :] & (i[:, None] < I))
 
 
 @triton.jit(do_not_specialize=["R"])
 def _down(
     hidden, words, scales, ids, parts,
     R,
-    H: tl.constexpr, I: tl.constexpr, IP: tl.constexpr, TOP: tl.constexpr, PT: tl.constexpr,
-    BN: tl.constexpr, BM: tl.constexpr, GROUP: tl.constexpr, QUARTER: tl.constexpr,
+    H: tl.constexpr, GROUPS: tl.constexpr, TILES: tl.constexpr, I: tl.constexpr,
+    TOP: tl.constexpr, PT: tl.constexpr, PM: tl.constexpr,
+    BN: tl.constexpr, BM: tl.constexpr, GROUP: tl.constexpr, QUARTER: tl.constexpr, TILE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Grid (tiles of output columns, pairs): parts fp32 [R, TOP, H]."""
-    tile = tl.program_id(0)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
     pair = tl.program_id(1)
     begin(OVERLAP)
     wait(OVERLAP)
-    expert, is_first, rows, rank = _chosen(ids, pair, R, TOP, PT, BM)
+    expert, is_first, count, place, rank = _chosen(ids, pair, R, TOP, PT, PM)
     if is_first:
-        n = tile * BN + tl.arange(0, BN)
-        m = tl.arange(0, BM)
-        line = (expert * H + tl.minimum(n, H - 1)).to(tl.int64)[:, None]
-        x_rows = hidden + (m * TOP + rank)[None, :] * I
-        acc = _multiply4(words + line * (IP // 4), scales + line * (IP // GROUP), x_rows, rows,
-                         I, IP, BN, BM, GROUP, QUARTER)
-        at = parts + ((m * TOP + rank)[None, :] * H + n[:, None])
-        tl.store(at, acc, mask=rows[None, :] & (n[:, None] < H))
+        first = expert.to(tl.int64) * (TILES * GROUPS * TILE)
+        for base in range(0, count, BM):
+            row, at, rows = _tile_of_rows(base, count, place, rank, TOP, PM, BM)
+            acc = _multiply4(words + first * QUARTER, scales + first, n, hidden + at[None, :] * I, rows,
+                             I, GROUPS, BN, BM, GROUP, QUARTER, TILE)
+            tl.store(parts + at[None, :] * H + n[:, None], acc, mask=rows[None, :] & (n[:, None] < H))
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -213,8 +240,6 @@ def _combine(
     m = tl.arange(0, BM)
     k = tl.arange(0, BK)
     begin(OVERLAP)
-    lines = tl.arange(0, 16) * 64
-    prefetch(w + tl.minimum(n[:, None], H - 1) * SHARED + tl.minimum(lines[None, :], SHARED - 1), OVERLAP)
     wait(OVERLAP)
     acc = tl.zeros([BN, BM], tl.float32)
     for first in range(0, SHARED, BK):
@@ -238,30 +263,56 @@ def _combine(
 
 
 def moe_into_streams(
-    x: Tensor, weights: MoeWeights, scratch: MoeScratch, streams: Tensor, inject: Tensor, spec: MoeSpec
+    x: Tensor, weights: MoeWeights, scratch: MoeScratch, streams: Tensor, inject: Tensor, spec: MoeSpec,
+    products: ProductScratch,
 ) -> None:
     """streams bf16 [R, S*H] += outer(inject [R, S], MoE(x bf16 [R, H])), in place; R is at most one row tile."""
     num_rows, hidden = x.shape
-    head = product(x, weights.head, scratch.head[:num_rows])
+    head = product(x, weights.head, scratch.head[:num_rows], products)
     route(head, scratch, spec)
-    rows = row_tile(num_rows)
-    pairs = num_rows * spec.num_active
-    top = triton.next_power_of_2(spec.num_active)
-    shared = {"TOP": spec.num_active, "PT": top, "BM": rows, "GROUP": GROUP, "QUARTER": QUARTER,
-              "OVERLAP": LAUNCH.overlap}
-    _gate_up[(triton.cdiv(2 * spec.expert_dim, PAIR_TILE), pairs)](
-        x, weights.gate_up.words, weights.gate_up.scales, scratch.ids, scratch.hidden, num_rows,
-        H=hidden, HP=weights.gate_up.padded_in, I=spec.expert_dim, BN=PAIR_TILE, **shared, **LAUNCH.options(4, 3),
-    )
-    tile = 128 if num_rows > 2 else 64
-    _down[(triton.cdiv(hidden, tile), pairs)](
-        scratch.hidden, weights.down.words, weights.down.scales, scratch.ids, scratch.parts, num_rows,
-        H=hidden, I=spec.expert_dim, IP=weights.down.padded_in, BN=tile, **shared, **LAUNCH.options(4, 3),
-    )
+    multiply_experts(x, weights, scratch, spec, ExpertTiling.of(num_rows))
     _combine[(triton.cdiv(hidden, 16),)](
         scratch.shared, weights.shared_down, head, scratch.weights, scratch.parts, streams, inject, num_rows,
         H=hidden, E=spec.num_experts, SHARED=spec.shared_dim, TOP=spec.num_active, S=inject.shape[1],
-        BN=16, BM=rows, BK=128, OVERLAP=LAUNCH.overlap, **LAUNCH.options(4, 3),
+        BN=16, BM=row_tile(num_rows), BK=128, OVERLAP=LAUNCH.overlap, **LAUNCH.options(4, 5),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTiling:
+    """Rows of gate and up, and of down, that one program reads; warps and stages of each."""
+
+    up_rows: int
+    up_stages: int
+    down_rows: int
+    down_stages: int
+    warps: int = 4
+
+    @staticmethod
+    def of(num_rows: int) -> ExpertTiling:
+        """Small tiles while few experts are read, so that all of the chip reads them."""
+        return ExpertTiling(64, 4, 64, 4) if num_rows <= 2 else ExpertTiling(128, 4, 128, 4)
+
+
+def multiply_experts(
+    x: Tensor, weights: MoeWeights, scratch: MoeScratch, spec: MoeSpec, cut: ExpertTiling
+) -> None:
+    """scratch.parts of the rows x from scratch.ids."""
+    num_rows, hidden = x.shape
+    pairs = num_rows * spec.num_active
+    shared = {"I": spec.expert_dim, "H": hidden, "TOP": spec.num_active, "PT": triton.next_power_of_2(spec.num_active),
+              "PM": row_tile(num_rows), "BM": _ROW_TILE, "GROUP": GROUP, "QUARTER": QUARTER, "TILE": TILE,
+              "OVERLAP": LAUNCH.overlap}
+    up, down = weights.gate_up, weights.down
+    _gate_up[(triton.cdiv(2 * spec.expert_dim, cut.up_rows), pairs)](
+        x, up.words, up.scales, scratch.ids, scratch.hidden, num_rows,
+        GROUPS=up.num_groups, TILES=up.words.shape[1], BN=cut.up_rows, **shared,
+        **LAUNCH.options(cut.warps, cut.up_stages),
+    )
+    _down[(triton.cdiv(hidden, cut.down_rows), pairs)](
+        scratch.hidden, down.words, down.scales, scratch.ids, scratch.parts, num_rows,
+        GROUPS=down.num_groups, TILES=down.words.shape[1], BN=cut.down_rows, **shared,
+        **LAUNCH.options(cut.warps, cut.down_stages),
     )
 
 

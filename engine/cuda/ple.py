@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.cuda.primitives import LAUNCH, begin, sigmoid, wait
-from engine.cuda.products import product
+from engine.cuda.products import ProductScratch, product
 
 if TYPE_CHECKING:
     from engine.cuda.layout import WindowLayout
@@ -148,7 +148,7 @@ def _convolve(
 
 def ple_into_streams(
     streams: Tensor, ids: Tensor, weights: PleWeights, scratch: PleScratch, layout: WindowLayout,
-    state: SlotState, spec: PleSpec, num_streams: int, eps: float,
+    state: SlotState, spec: PleSpec, num_streams: int, eps: float, products: ProductScratch,
 ) -> None:
     """streams bf16 [R, S*H] += the injection, in place; ids int64 [R, context + 1]. Keeps convolution inputs."""
     num_rows, wide = streams.shape
@@ -159,7 +159,7 @@ def ple_into_streams(
         CONTEXT=spec.ngram_size - 1, PER_NGRAM=spec.heads_per_ngram, HEADS=spec.num_heads, D=spec.head_dim,
         PD=triton.next_power_of_2(spec.head_dim), OVERLAP=LAUNCH.overlap, **LAUNCH.options(1, 1),
     )
-    key_value = product(embedded, weights.key_value, scratch.key_value[:num_rows])
+    key_value = product(embedded, weights.key_value, scratch.key_value[:num_rows], products)
     buffer = state.ple[weights.index]
     history = state.ple_history
     rows = buffer.shape[1] - history

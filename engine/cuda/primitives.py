@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Kernels run as numpy on the CPU: slow, for checking their arithmetic without a GPU."""
@@ -23,7 +24,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 class Launch:
     """How kernels are launched on this machine."""
 
-    overlap: bool = not INTERPRETED
+    overlap: int = 0 if INTERPRETED else 1
     """Start a kernel before its predecessor ends."""
 
     def options(self, num_warps: int, num_stages: int = 3) -> dict[str, int | bool]:
@@ -35,6 +36,7 @@ class Launch:
 
 
 LAUNCH = Launch()
+LINE_BYTES = 128
 
 
 def row_tile(num_rows: int) -> int:
@@ -44,30 +46,56 @@ def row_tile(num_rows: int) -> int:
 
 @triton.jit
 def begin(OVERLAP: tl.constexpr):
-    """Let the next kernel start; nothing the predecessor wrote may be read before `wait`."""
-    if OVERLAP:
+    """What may be done before `wait`: nothing that reads what a predecessor writes."""
+    if OVERLAP == 2:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def wait(OVERLAP: tl.constexpr):
-    """Wait until all earlier kernels have finished and their writes are visible. Every program calls it."""
+    """Wait until all earlier kernels have finished and their writes are visible; then let the next one start.
+
+    Every program calls it.
+    """
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
+    if OVERLAP == 1:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """Weights that a later kernel reads, to be pulled into L2 by an earlier one that leaves memory idle."""
+
+    start: Tensor
+    num_lines: int
+
+    @staticmethod
+    def of(weight: Tensor | None, fallback: Tensor, most_bytes: int = 32 << 20) -> Ahead:
+        """The first bytes of a contiguous weight; nothing without one."""
+        if weight is None or INTERPRETED:
+            return Ahead(fallback, 0)
+        return Ahead(weight, min(weight.numel() * weight.element_size(), most_bytes) // LINE_BYTES)
 
 
 @triton.jit
-def prefetch(pointers, OVERLAP: tl.constexpr):
-    """Pull the 128-byte lines at `pointers` into L2."""
-    if OVERLAP:
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [pointers.to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+def pull(start, num_lines, THREADS: tl.constexpr):
+    """This program's share of num_lines lines of 128 bytes from `start`, into L2. Waits for nothing."""
+    if num_lines > 0:
+        program = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
+        step = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2) * THREADS
+        base = start.to(tl.int64)
+        for first in range(program * THREADS, num_lines, step):
+            line = tl.minimum(first + tl.arange(0, THREADS), num_lines - 1)
+            prefetch(base + line.to(tl.int64) * 128)
+
+
+@triton.jit
+def prefetch(addresses):
+    """Pull the 128-byte lines at int64 addresses into L2."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 _ON_CPU = tl.constexpr(INTERPRETED)

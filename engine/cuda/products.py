@@ -7,82 +7,146 @@ Every program reads its rows of the weight once, whatever the number of input ro
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.cuda.primitives import LAUNCH, begin, mma, prefetch, row_tile, wait
+from engine.cuda.primitives import LAUNCH, Ahead, begin, mma, pull, row_tile, wait
 
-_LINE = 64
-"""bf16 values in a 128-byte line."""
+_MAX_TILES = 1024
+_PARTIAL_VALUES = 256 * 64 * 64
+"""Programs, rows and columns of a tile."""
 
 
-@triton.jit(do_not_specialize=["R"])
+@triton.jit(do_not_specialize=["R", "ahead_lines"])
 def _product(
-    x, w, out, streams, inject,
+    x, w, out, streams, inject, partial, counters,
+    ahead, ahead_lines,
     R, N,
-    K: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
-    STREAMS: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
+    K: tl.constexpr, PIECE: tl.constexpr, SPLITS: tl.constexpr, PS: tl.constexpr,
+    BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    STREAMS: tl.constexpr, OVERLAP: tl.constexpr,
 ):
-    """out [R, N] = x [R, K] w^T [N, K]; or, with STREAMS > 0, streams [R, S*N] += inject [R, S] (x) that."""
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    """out [R, N] = x [R, K] w^T [N, K]; or, with STREAMS > 0, streams [R, S*N] += inject [R, S] (x) that.
+
+    Grid (tiles of N, tiles of R, pieces of K). With several pieces, a tile's last program adds them up, in order.
+    """
+    tile = tl.program_id(0)
+    piece = tl.program_id(2)
+    n = tile * BN + tl.arange(0, BN)
     m = tl.program_id(1) * BM + tl.arange(0, BM)
-    k = tl.arange(0, BK)
+    k = piece * PIECE + tl.arange(0, BK)
     rows = n[:, None].to(tl.int64) * K
     begin(OVERLAP)
-    lines = tl.arange(0, AHEAD) * 64
-    prefetch(w + tl.minimum(rows, (N - 1).to(tl.int64) * K) + lines[None, :], OVERLAP)
     wait(OVERLAP)
     acc = tl.zeros([BN, BM], tl.float32)
-    for first in range(0, K, BK):
+    for first in range(0, PIECE, BK):
         c = first + k
         wt = tl.load(w + rows + c[None, :], mask=(n[:, None] < N) & (c[None, :] < K), other=0.0)
         xt = tl.load(x + m[None, :] * K + c[:, None], mask=(m[None, :] < R) & (c[:, None] < K), other=0.0)
         acc = mma(wt, xt, acc)
-    inside = (m[None, :] < R) & (n[:, None] < N)
-    if STREAMS == 0:
-        tl.store(out + m[None, :].to(tl.int64) * N + n[:, None], acc, mask=inside)
-    else:
-        y = acc.to(tl.bfloat16).to(tl.float32)
-        for s in tl.static_range(STREAMS):
-            at = streams + m[None, :] * (STREAMS * N) + s * N + n[:, None]
-            weight = tl.load(inject + m * STREAMS + s, mask=m < R, other=0.0).to(tl.float32)
-            old = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-            tl.store(at, old + weight[None, :] * y, mask=inside)
+    pull(ahead, ahead_lines, 128)
+    done = True
+    if SPLITS > 1:
+        tiles = tl.num_programs(0)
+        own = (tile * BN + tl.arange(0, BN))[:, None] * BM + tl.arange(0, BM)[None, :]
+        stride = tiles * BN * BM
+        tl.store(partial + piece * stride + own, acc)
+        tl.debug_barrier()
+        done = tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLITS - 1
+        if done:
+            tl.debug_barrier()
+            # All pieces at once: one round trip to memory, not one per piece.
+            j = tl.arange(0, PS)[:, None, None]
+            acc = tl.sum(tl.load(partial + j * stride + own[None, :, :], mask=j < SPLITS, other=0.0, cache_modifier=".cg"), 0)
+            tl.store(counters + tile, 0)
+    if done:
+        inside = (m[None, :] < R) & (n[:, None] < N)
+        if STREAMS == 0:
+            tl.store(out + m[None, :].to(tl.int64) * N + n[:, None], acc, mask=inside)
+        else:
+            y = acc.to(tl.bfloat16).to(tl.float32)
+            for s in tl.static_range(STREAMS):
+                at = streams + m[None, :] * (STREAMS * N) + s * N + n[:, None]
+                weight = tl.load(inject + m * STREAMS + s, mask=m < R, other=0.0).to(tl.float32)
+                old = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+                tl.store(at, old + weight[None, :] * y, mask=inside)
 
 
-def _tiles(n: int, k: int) -> tuple[int, int, int, int]:
-    """BN, BK, warps, stages: enough programs to fill the chip, none too small."""
-    if n >= 8192:
-        return 64, 128, 4, 4
-    return 16, 256 if k >= 1024 else 128, 4, 4
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How a product is cut. piece: columns of one program, a multiple of bk."""
+
+    bn: int
+    bk: int
+    piece: int
+    warps: int
+    stages: int
 
 
-def product(x: Tensor, w: Tensor, out: Tensor) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class ProductScratch:
+    """Where the pieces of products meet; counters are zero between launches."""
+
+    partial: Tensor
+    counters: Tensor
+
+    @staticmethod
+    def make(device: torch.device) -> ProductScratch:
+        """Enough for every tiling of `tiling`."""
+        return ProductScratch(
+            partial=torch.empty(_PARTIAL_VALUES, device=device),
+            counters=torch.zeros(_MAX_TILES, dtype=torch.int32, device=device),
+        )
+
+
+def tiling(n: int, k: int) -> Tiling:
+    """Enough programs to fill the chip, whatever the rows: large weights by tiles of rows, small ones by columns too."""
+    if n >= 8192 or k < 1024:
+        return Tiling(64 if n >= 8192 else 16, 128, -(-k // 128) * 128, 4, 4)
+    pieces = max(1, min(k // 512, 160 // -(-n // 64)))
+    piece = -(-k // (pieces * 128)) * 128
+    return Tiling(64, 128, piece, 4, 4)
+
+
+def product(x: Tensor, w: Tensor, out: Tensor, scratch: ProductScratch, ahead: Tensor | None = None) -> Tensor:
     """out [R, N] (bf16 or fp32, written whole) = x bf16 [R, K] times w bf16 [N, K] transposed; rows contiguous."""
-    _launch(x, w, out, None, None)
+    launch(x, w, out, None, None, scratch, tiling(*w.shape), ahead)
     return out
 
 
-def product_into_streams(x: Tensor, w: Tensor, streams: Tensor, inject: Tensor) -> None:
+def product_into_streams(
+    x: Tensor, w: Tensor, streams: Tensor, inject: Tensor, scratch: ProductScratch, ahead: Tensor | None = None
+) -> None:
     """streams [R, S*N] += outer(inject [R, S], x w^T), in place."""
-    _launch(x, w, streams, streams, inject)
+    launch(x, w, streams, streams, inject, scratch, tiling(*w.shape), ahead)
 
 
-def _launch(x: Tensor, w: Tensor, out: Tensor, streams: Tensor | None, inject: Tensor | None) -> None:
+def launch(
+    x: Tensor, w: Tensor, out: Tensor, streams: Tensor | None, inject: Tensor | None, scratch: ProductScratch, cut: Tiling,
+    ahead: Tensor | None = None,
+) -> None:
+    """One launch with a given tiling."""
     num_rows = x.shape[0]
     n, k = w.shape
-    bn, bk, warps, stages = _tiles(n, k)
+    pulled = Ahead.of(ahead, w)
+    splits = triton.cdiv(k, cut.piece)
     bm = min(row_tile(num_rows), 64)
-    _product[(triton.cdiv(n, bn), triton.cdiv(num_rows, bm))](
+    row_tiles = triton.cdiv(num_rows, bm)
+    if row_tiles > 1 and splits > 1:
+        # The counters know one tile of rows.
+        cut, splits = Tiling(16, cut.bk, triton.cdiv(k, cut.bk) * cut.bk, cut.warps, cut.stages), 1
+    _product[(triton.cdiv(n, cut.bn), row_tiles, splits)](
         x, w, out, streams if streams is not None else out, inject if inject is not None else x,
+        scratch.partial, scratch.counters, pulled.start, pulled.num_lines,
         num_rows, n,
-        K=k, BN=bn, BM=bm, BK=bk,
+        K=k, PIECE=cut.piece, SPLITS=splits, PS=triton.next_power_of_2(splits), BN=cut.bn, BM=bm, BK=cut.bk,
         STREAMS=0 if inject is None else inject.shape[1],
-        AHEAD=min(8, triton.next_power_of_2(max(1, k // _LINE))),
         OVERLAP=LAUNCH.overlap,
-        **LAUNCH.options(warps, stages),
+        **LAUNCH.options(cut.warps, cut.stages),
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.cuda.quant import GROUP, Packed4, pack4, padded_columns, unpack4
+from engine.cuda.quant import QUARTER, Packed4, pack4, packed_shape, unpack4
 from engine.model_spec import ModelSpec, spec_from_config
 
 REAL_CONFIG: dict[str, Any] = {
@@ -98,21 +98,20 @@ class RandomTensors:
         if len(shape) < 3:
             return normal
         for run in normal.split(64):
-            run.copy_(unpack4(pack4(run), shape[-1]))
+            run.copy_(unpack4(pack4(run), *shape[1:]))
         return normal
 
     def packed_experts(self, name: str, shape: tuple[int, int, int]) -> Packed4:
         """Random words and one plausible scale: for timing, without making the weights they stand for."""
-        count, rows, columns = shape
-        wide = padded_columns(columns)
+        scales = packed_shape(*shape)
         words = torch.randint(
-            -(1 << 15), 1 << 15, (count, rows, wide // 4), dtype=torch.int16, device=self._device,
+            -(1 << 15), 1 << 15, (*scales, QUARTER), dtype=torch.int16, device=self._device,
             generator=self._generator(name),
         )
-        scales = torch.full(
-            (count, rows, wide // GROUP), columns**-0.5 / 4.6, dtype=torch.bfloat16, device=self._device
+        plausible = shape[-1] ** -0.5 / 4.6
+        return Packed4(
+            words=words, scales=torch.full(scales, plausible, dtype=torch.bfloat16, device=self._device)
         )
-        return Packed4(words=words, scales=scales)
 
     def _normal(self, name: str, shape: tuple[int, ...]) -> Tensor:
         dtype = torch.float32 if len(shape) == 3 or len(shape) == 1 else torch.bfloat16

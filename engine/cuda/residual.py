@@ -16,12 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.cuda.primitives import LAUNCH, begin, mma, prefetch, row_tile, sigmoid, wait
+from engine.cuda.primitives import LAUNCH, Ahead, begin, mma, pull, row_tile, sigmoid, wait
 
 _DOWN_TILE = 32
 _UP_TILE = 16
-_SLICE = 640
-"""Columns of a slice where they divide a stream; else a slice is a stream."""
+_MIN_SLICE = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +66,14 @@ class ResidualScratch:
 
 
 def num_slices(hidden: int) -> int:
-    """Slices of one stream."""
-    return hidden // _SLICE if hidden % _SLICE == 0 else 1
+    """Slices of one stream: a power of two of equal ones, none too short to be worth a program."""
+    return next((n for n in (8, 4, 2) if hidden % n == 0 and hidden // n >= _MIN_SLICE), 1)
 
 
-@triton.jit(do_not_specialize=["R"])
+@triton.jit(do_not_specialize=["R", "ahead_lines"])
 def _down(
     x, scale, w, partial, squares, counters, low, root, inject,
+    ahead, ahead_lines,
     R, eps,
     H: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr, NOUT: tl.constexpr,
     SLICE: tl.constexpr, SLICES: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
@@ -87,9 +87,6 @@ def _down(
     k = tl.arange(0, BK)
     base = part * SLICE
     begin(OVERLAP)
-    lines = tl.arange(0, 16) * 64
-    at = tl.minimum(n[:, None], NOUT - 1) * (S * H) + base + tl.minimum(lines[None, :], SLICE - 1)
-    prefetch(w + at, OVERLAP)
     wait(OVERLAP)
     acc = tl.zeros([BN, BM], tl.float32)
     total = tl.zeros([BM], tl.float32)
@@ -102,6 +99,7 @@ def _down(
         total += tl.sum(wide * wide, 0)
         factor = tl.load(scale + base + c, mask=inside, other=0.0)
         acc = mma(wt, (wide * factor[:, None]).to(tl.bfloat16), acc)
+    pull(ahead, ahead_lines, 128)
     NPAD: tl.constexpr = (NOUT + BN - 1) // BN * BN
     own = partial + (part * NPAD + n[:, None]) * BM + m[None, :]
     tl.store(own, acc)
@@ -111,18 +109,18 @@ def _down(
     arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel")
     if arrived == S * SLICES - 1:
         tl.debug_barrier()
-        total_acc = tl.zeros([BN, BM], tl.float32)
-        for s in tl.static_range(S):
-            sum_squares = tl.zeros([BM], tl.float32)
-            stream = tl.zeros([BN, BM], tl.float32)
-            for j in tl.static_range(SLICES):
-                q = s * SLICES + j
-                sum_squares += tl.load(squares + q * BM + m, cache_modifier=".cg")
-                stream += tl.load(partial + (q * NPAD + n[:, None]) * BM + m[None, :], cache_modifier=".cg")
-            r = tl.rsqrt(sum_squares / H + eps)
-            total_acc += stream * r[None, :]
-            if tile == 0:
-                tl.store(root + m * S + s, r, mask=m < R)
+        q = tl.arange(0, S * SLICES)
+        # All slices at once: one round trip to memory, not one per slice.
+        sums = tl.load(squares + q[:, None] * BM + m[None, :], cache_modifier=".cg")
+        parts = tl.load(
+            partial + (q[:, None, None] * NPAD + n[None, :, None]) * BM + m[None, None, :], cache_modifier=".cg"
+        )
+        r = tl.rsqrt(tl.sum(sums.reshape(S, SLICES, BM), 1) / H + eps)
+        streams = tl.sum(parts.reshape(S, SLICES, BN, BM), 1)
+        total_acc = tl.sum(streams * r[:, None, :], 0)
+        if tile == 0:
+            at_root = root + m[None, :] * S + tl.arange(0, S)[:, None]
+            tl.store(at_root, r, mask=m[None, :] < R)
         value = total_acc.to(tl.bfloat16).to(tl.float32)
         mixed = value * sigmoid(value)
         tl.store(low + m[None, :] * RANK + n[:, None], mixed, mask=(m[None, :] < R) & (n[:, None] < RANK))
@@ -133,42 +131,41 @@ def _down(
         tl.store(counters + tile, 0)
 
 
-@triton.jit(do_not_specialize=["R"])
+@triton.jit(do_not_specialize=["R", "ahead_lines"])
 def _up(
-    x, scale, w, low, root, out,
+    x, scale, w, low, root, out, ahead, ahead_lines,
     R,
     H: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr,
     BH: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """Grid (tiles of columns): out [R, H] = sum over streams of sigmoid(low w^T) times the normed stream."""
-    h = tl.program_id(0) * BH + tl.arange(0, BH)
+    j = tl.arange(0, S * BH)
+    h = tl.program_id(0) * BH + j % BH
+    rows = j // BH * H + tl.minimum(h, H - 1)
     m = tl.arange(0, BM)
     k = tl.arange(0, BK)
     begin(OVERLAP)
-    lines = tl.arange(0, 8) * 64
-    for s in tl.static_range(S):
-        rows = tl.minimum(s * H + h, S * H - 1)
-        prefetch(w + rows[:, None] * RANK + tl.minimum(lines[None, :], RANK - 1), OVERLAP)
     wait(OVERLAP)
-    total = tl.zeros([BH, BM], tl.float32)
-    for s in tl.static_range(S):
-        rows = s * H + h
-        acc = tl.zeros([BH, BM], tl.float32)
-        for first in range(0, RANK, BK):
-            c = first + k
-            wt = tl.load(w + rows[:, None] * RANK + c[None, :], mask=(h[:, None] < H) & (c[None, :] < RANK), other=0.0)
-            xt = tl.load(low + m[None, :] * RANK + c[:, None], mask=(m[None, :] < R) & (c[:, None] < RANK), other=0.0)
-            acc = mma(wt, xt, acc)
-        inside = (m[None, :] < R) & (h[:, None] < H)
-        stream = tl.load(x + m[None, :] * (S * H) + rows[:, None], mask=inside, other=0.0).to(tl.float32)
-        r = tl.load(root + m * S + s, mask=m < R, other=0.0)
-        factor = tl.load(scale + rows, mask=h < H, other=0.0)
-        total += sigmoid(acc) * (stream * r[None, :] * factor[:, None])
-    tl.store(out + m[None, :] * H + h[:, None], total, mask=(m[None, :] < R) & (h[:, None] < H))
+    inside = (m[None, :] < R) & (h[:, None] < H)
+    stream = tl.load(x + m[None, :] * (S * H) + rows[:, None], mask=inside, other=0.0).to(tl.float32)
+    r = tl.load(root + m[None, :] * S + (j // BH)[:, None], mask=inside, other=0.0)
+    factor = tl.load(scale + rows)
+    acc = tl.zeros([S * BH, BM], tl.float32)
+    for first in range(0, RANK, BK):
+        c = first + k
+        wt = tl.load(w + rows[:, None] * RANK + c[None, :], mask=c[None, :] < RANK, other=0.0)
+        xt = tl.load(low + m[None, :] * RANK + c[:, None], mask=(m[None, :] < R) & (c[:, None] < RANK), other=0.0)
+        acc = mma(wt, xt, acc)
+    pull(ahead, ahead_lines, 128)
+    mixed = sigmoid(acc) * (stream * r * factor[:, None])
+    total = tl.sum(mixed.reshape(S, BH, BM), 0)
+    own = tl.program_id(0) * BH + tl.arange(0, BH)
+    tl.store(out + m[None, :] * H + own[:, None], total, mask=(m[None, :] < R) & (own[:, None] < H))
 
 
 def read_streams(
-    streams: Tensor, weights: ResidualWeights, scratch: ResidualScratch, out: Tensor, inject: Tensor | None
+    streams: Tensor, weights: ResidualWeights, scratch: ResidualScratch, out: Tensor, inject: Tensor | None,
+    ahead: Tensor | None = None,
 ) -> None:
     """streams bf16 [R, S*H] -> out bf16 [R, H] and, unless None, injection weights inject bf16 [R, S]."""
     num_rows, width = streams.shape
@@ -178,16 +175,18 @@ def read_streams(
     piece = hidden // slices
     num_out = weights.down.shape[0]
     rows = row_tile(num_rows)
+    up, then = Ahead.of(weights.up, weights.up), Ahead.of(ahead, weights.up)
     _down[(triton.cdiv(num_out, _DOWN_TILE), s * slices)](
         streams, weights.scale, weights.down, scratch.partial, scratch.squares, scratch.counters,
         scratch.low, scratch.root, inject if inject is not None else scratch.low,
+        up.start, up.num_lines,
         num_rows, weights.eps,
         H=hidden, S=s, RANK=weights.rank, NOUT=num_out, SLICE=piece, SLICES=slices,
-        BN=_DOWN_TILE, BM=rows, BK=128, OVERLAP=LAUNCH.overlap, **LAUNCH.options(4, 3),
+        BN=_DOWN_TILE, BM=rows, BK=128, OVERLAP=LAUNCH.overlap, **LAUNCH.options(4, 5),
     )
     _up[(triton.cdiv(hidden, _UP_TILE),)](
-        streams, weights.scale, weights.up, scratch.low, scratch.root, out,
+        streams, weights.scale, weights.up, scratch.low, scratch.root, out, then.start, then.num_lines,
         num_rows,
         H=hidden, S=s, RANK=weights.rank,
-        BH=_UP_TILE, BM=rows, BK=64, OVERLAP=LAUNCH.overlap, **LAUNCH.options(4, 3),
+        BH=_UP_TILE, BM=rows, BK=64, OVERLAP=LAUNCH.overlap, **LAUNCH.options(4, 5),
     )

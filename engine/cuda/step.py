@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engine.cuda.gdn import commit_rows, gdn_window
+from engine.cuda.gdn import GdnScratch, commit_rows, gdn_window
 from engine.cuda.layout import MAX_ROWS, WindowLayout
 from engine.cuda.moe import MoeScratch, moe_into_streams
 from engine.cuda.picks import PickInputs, pick
 from engine.cuda.ple import PleScratch, ple_into_streams
-from engine.cuda.products import product, product_into_streams
+from engine.cuda.products import ProductScratch, product, product_into_streams
 from engine.cuda.qsa import QsaScratch, attend, write_cells
 from engine.cuda.norm import norm_rows
 from engine.cuda.residual import ResidualScratch, read_streams
@@ -43,7 +43,9 @@ class _Buffers:
     projected: Tensor
     middle: Tensor
     logits: Tensor
+    products: ProductScratch
     residual: ResidualScratch
+    gdn: GdnScratch
     qsa: QsaScratch
     moe: MoeScratch
     ple: PleScratch | None
@@ -66,7 +68,9 @@ def _make_buffers(spec: ModelSpec, capacity: int, device: torch.device) -> _Buff
             MAX_ROWS * max(gdn.value_channels, qsa.num_heads * qsa.head_dim), dtype=torch.bfloat16, device=device
         ),
         logits=empty(spec.vocab_size, torch.float32),
+        products=ProductScratch.make(device),
         residual=ResidualScratch.make(spec.hidden, spec.num_streams, spec.mix_rank, MAX_ROWS, device),
+        gdn=GdnScratch.make(gdn, MAX_ROWS, device),
         qsa=QsaScratch.make(qsa, capacity, MAX_ROWS, device),
         moe=MoeScratch.make(spec.moe, spec.hidden, MAX_ROWS, device),
         ple=PleScratch.make(spec.ple, spec.hidden, spec.num_streams, MAX_ROWS, device) if spec.ple else None,
@@ -167,28 +171,33 @@ class CudaStep:
                 assert spec.ple is not None
                 assert b.ple is not None
                 ple_into_streams(
-                    streams, ids, layer.ple, b.ple, self.layout, self.state, spec.ple, spec.num_streams, spec.norm_eps
+                    streams, ids, layer.ple, b.ple, self.layout, self.state, spec.ple, spec.num_streams, spec.norm_eps,
+                    b.products,
                 )
-            mixed, inject = self._read(streams, layer.mixer_residual)
             if layer.gdn is not None:
-                projected = product(mixed, layer.gdn.in_proj, self._projected(num_rows, layer.gdn.in_proj))
+                mixed, inject = self._read(streams, layer.mixer_residual, layer.gdn.in_proj)
+                projected = product(mixed, layer.gdn.in_proj, self._projected(num_rows, layer.gdn.in_proj), b.products)
                 middle = self._middle(num_rows, spec.gdn.value_channels)
                 gdn_window(
-                    projected, layer.gdn, self.layout, self.state, layer.gdn_index, spec.gdn, spec.norm_eps, middle
+                    projected, layer.gdn, b.gdn, self.layout, self.state, layer.gdn_index, spec.gdn, spec.norm_eps, middle
                 )
-                product_into_streams(middle, layer.gdn.out_proj, streams, inject)
+                product_into_streams(
+                    middle, layer.gdn.out_proj, streams, inject, b.products, layer.moe_residual.down
+                )
             else:
                 assert layer.qsa is not None
-                self._attention(mixed, layer.qsa, streams, inject)
-            mixed, inject = self._read(streams, layer.moe_residual)
-            moe_into_streams(mixed, layer.moe, b.moe, streams, inject, spec.moe)
+                mixed, inject = self._read(streams, layer.mixer_residual, layer.qsa.in_proj)
+                self._attention(mixed, layer.qsa, streams, inject, layer.moe_residual.down)
+            mixed, inject = self._read(streams, layer.moe_residual, layer.moe.head)
+            moe_into_streams(mixed, layer.moe, b.moe, streams, inject, spec.moe, b.products)
         self._head(streams, model.final, b.logits[:num_rows])
 
-    def _read(self, streams: Tensor, weights: ResidualWeights) -> tuple[Tensor, Tensor]:
+    def _read(self, streams: Tensor, weights: ResidualWeights, ahead: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The mixed row and injection weights; `ahead` are the weights that will multiply the row."""
         num_rows = streams.shape[0]
         mixed, inject = self._buffers.mixed[:num_rows], self._buffers.inject[:num_rows]
         has_inject = weights.down.shape[0] > weights.rank
-        read_streams(streams, weights, self._buffers.residual, mixed, inject if has_inject else None)
+        read_streams(streams, weights, self._buffers.residual, mixed, inject if has_inject else None, ahead)
         return mixed, inject
 
     def _projected(self, num_rows: int, weight: Tensor) -> Tensor:
@@ -199,19 +208,20 @@ class CudaStep:
         return self._buffers.middle[: num_rows * width].view(num_rows, width)
 
     def _head(self, streams: Tensor, final: ResidualWeights, logits: Tensor) -> None:
-        mixed, _ = self._read(streams, final)
-        product(mixed, self.model.head, logits)
+        mixed, _ = self._read(streams, final, self.model.head)
+        product(mixed, self.model.head, logits, self._buffers.products)
 
-    def _attention(self, mixed: Tensor, weights: QsaWeights, streams: Tensor, inject: Tensor) -> None:
-        spec, layout = self.model.spec, self.layout
+    def _attention(
+        self, mixed: Tensor, weights: QsaWeights, streams: Tensor, inject: Tensor, ahead: Tensor
+    ) -> None:
+        spec, layout, b = self.model.spec, self.layout, self._buffers
         num_rows = mixed.shape[0]
-        projected = product(mixed, weights.in_proj, self._projected(num_rows, weights.in_proj))
+        projected = self._projected(num_rows, weights.in_proj)
+        product(mixed, weights.in_proj, projected, b.products, weights.out_proj)
         self._write(projected, weights, layout, num_rows)
         middle = self._middle(num_rows, spec.qsa.num_heads * spec.qsa.head_dim)
-        attend(
-            projected, weights, self._buffers.qsa, layout.row_slots, layout.positions, self.state, spec.qsa, middle
-        )
-        product_into_streams(middle, weights.out_proj, streams, inject)
+        attend(projected, weights, b.qsa, layout.row_slots, layout.positions, self.state, spec.qsa, middle)
+        product_into_streams(middle, weights.out_proj, streams, inject, b.products, ahead)
 
     def _write(self, projected: Tensor, weights: QsaWeights, layout: WindowLayout, num_rows: int) -> None:
         model, spec = self.model, self.model.spec
@@ -300,7 +310,7 @@ class CudaStep:
     ) -> tuple[Tensor, Tensor, Tensor]:
         model, spec = self.model, self.model.spec
         mixed, inject = self._read(combined, self._draft_layer.attention_residual)
-        projected = product(mixed, weights.in_proj, self._projected(combined.shape[0], weights.in_proj))
+        projected = product(mixed, weights.in_proj, self._projected(combined.shape[0], weights.in_proj), self._buffers.products)
         write_cells(
             projected, weights, self._buffers.qsa, model.cos, model.sin,
             row_slots, positions, starts, self.state, spec.qsa, spec.norm_eps,
@@ -311,9 +321,9 @@ class CudaStep:
         """The layer's input streams: every stream projected, plus the embedded id."""
         spec, layer = self.model.spec, self._draft_layer
         embedded = norm_rows(self.model.embedding.index_select(0, ids), layer.norm_embedding, spec.norm_eps)
-        embedded = product(embedded, layer.fc_embedding, torch.empty_like(embedded))
+        embedded = product(embedded, layer.fc_embedding, torch.empty_like(embedded), self._buffers.products)
         hidden = norm_rows(streams, layer.norm_hidden, spec.norm_eps).view(-1, spec.hidden)
-        product(hidden, layer.fc_hidden, out.view(-1, spec.hidden))
+        product(hidden, layer.fc_hidden, out.view(-1, spec.hidden), self._buffers.products)
         out.view(-1, spec.num_streams, spec.hidden).add_(embedded.unsqueeze(1))
 
     def _draft_first(self, num_rows: int) -> None:
@@ -336,9 +346,9 @@ class CudaStep:
         attend(
             projected, layer.attention, self._buffers.qsa, d.row_slots, d.positions, self.state, spec.qsa, middle
         )
-        product_into_streams(middle, layer.attention.out_proj, d.streams, inject)
+        product_into_streams(middle, layer.attention.out_proj, d.streams, inject, self._buffers.products)
         mixed, inject = self._read(d.streams, layer.moe_residual)
-        moe_into_streams(mixed, layer.moe, self._buffers.moe, d.streams, inject, spec.moe)
+        moe_into_streams(mixed, layer.moe, self._buffers.moe, d.streams, inject, spec.moe, self._buffers.products)
         self._head(d.streams, layer.final, d.logits)
 
     def _chain_first(self, num_rows: int, num_token_ids: int, truncated: bool) -> None:
