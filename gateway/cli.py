@@ -138,6 +138,14 @@ def serve(
             "--model", "Checkpoint directory, or `default` for the shipped model.", metavar="DIR"
         ),
     ] = None,
+    native: Annotated[
+        str | None,
+        _option("--native", "GGUF file to serve; of several shards any.", metavar="FILE"),
+    ] = None,
+    pack: Annotated[
+        str | None,
+        _option("--pack", "Pack to serve, as `stratagate pack` writes it.", metavar="DIR"),
+    ] = None,
     served_model_name: Annotated[
         str | None, _option("--served-model-name", "Name of the model in requests and answers.")
     ] = None,
@@ -298,6 +306,8 @@ def serve(
         config = load_config(
             ServeOptions(
                 model=next((m for m in (model, model_argument) if m is not None), _DEFAULTS.model),
+                native=native,
+                pack=pack,
                 served_model_name=served_model_name,
                 host=host,
                 port=port,

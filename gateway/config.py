@@ -85,6 +85,8 @@ class ServeOptions:
     """The options of `serve` as they were parsed, before they are checked against each other."""
 
     model: str = DEFAULT_MODEL
+    native: str | None = None
+    pack: str | None = None
     served_model_name: str | None = None
     host: str = "127.0.0.1"
     port: int = 8080
@@ -114,8 +116,7 @@ class ServeOptions:
 
 def load_config(options: ServeOptions) -> AppConfig:
     """Options to configuration. Raises ConfigError for what cannot be combined or used."""
-    if not options.model:
-        raise ConfigError("--model is empty: give a checkpoint directory, or `default`")
+    model = _model(options)
     if options.no_mtp and options.spec not in (None, 0):
         raise ConfigError(f"--no-mtp serves without drafts, but --spec is {options.spec}")
     if options.spec == 0 and not options.no_mtp:
@@ -127,7 +128,7 @@ def load_config(options: ServeOptions) -> AppConfig:
         gateway=GatewayConfig(
             host=options.host,
             port=options.port,
-            served_model_name=options.served_model_name or _shipped_name(options.model),
+            served_model_name=options.served_model_name or _shipped_name(model),
             api_keys=keys,
             cors_origins=options.cors_origins,
             allowed_hosts=options.allowed_hosts,
@@ -138,7 +139,7 @@ def load_config(options: ServeOptions) -> AppConfig:
         ),
         scheduler=SchedulerConfig(
             engine=EngineConfig(
-                model=options.model,
+                model=model,
                 device=options.device,
                 dtype=options.dtype,
                 kv=options.kv,
@@ -158,6 +159,26 @@ def load_config(options: ServeOptions) -> AppConfig:
             ),
         ),
     )
+
+
+def _model(options: ServeOptions) -> str:
+    """The one model that the options name."""
+    if not options.model:
+        raise ConfigError("--model is empty: give a checkpoint directory, or `default`")
+    model = None if options.model == DEFAULT_MODEL else options.model
+    named = {"--model": model, "--native": options.native, "--pack": options.pack}
+    given = {option: value for option, value in named.items() if value is not None}
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} each name a model: give one of them")
+    if options.native is not None and not options.native.endswith(".gguf"):
+        raise ConfigError(
+            f"--native must be a GGUF file, *.gguf; found {shorten(options.native)!r}"
+        )
+    if options.pack is not None and not (Path(options.pack) / "index.txt").is_file():
+        raise ConfigError(
+            f"--pack must be a directory with an index.txt; found {shorten(options.pack)!r}"
+        )
+    return next(iter(given.values()), DEFAULT_MODEL)
 
 
 def _first(value: int | None, default: int) -> int:

@@ -15,6 +15,8 @@ import typer
 COMMANDS = {
     "inspect": "Print a model's geometry, its parameters and bytes by part, and the state of a sequence.",
     "convert": "Write a checkpoint as a GGUF file, every value as it is.",
+    "pack": "Write a model as a pack: files that load by being mapped.",
+    "pack-budget": "Compare what a pack takes on disk with what an engine holds, part by part.",
 }
 
 

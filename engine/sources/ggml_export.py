@@ -49,8 +49,12 @@ class Encoded:
 class GgmlExport:
     """All tensors of a source, in a file's names. Raises WeightMismatch if it lacks one or has one too many."""
 
-    def __init__(self, source: TensorSource, spec: ModelSpec) -> None:
+    def __init__(
+        self, source: TensorSource, spec: ModelSpec, *, ignore: tuple[str, ...] = ()
+    ) -> None:
+        """ignore: beginnings of names that are left alone."""
         self._source = source
+        self._ignored = (*_IGNORED, *ignore)
         self._names = frozenset(source.names())
         prefix = f"{TRUNK_PREFIX}language_model."
         self._trunk = prefix if any(n.startswith(prefix) for n in self._names) else TRUNK_PREFIX
@@ -71,8 +75,8 @@ class GgmlExport:
     def _encoded(self, tensor: FileTensor, kind: types.GgmlType) -> Encoded:
         def data(start: int, stop: int) -> Tensor:
             if kind is types.I8_ROW:
-                return _code_bytes(self._codes(tensor, start, stop))
-            return _value_bytes(self._values(tensor, start, stop), kind)
+                return code_bytes(self._codes(tensor, start, stop))
+            return value_bytes(self._values(tensor, start, stop), kind)
 
         return Encoded(name=tensor.name, kind=kind, shape=tensor.shape, data=data)
 
@@ -197,7 +201,7 @@ class GgmlExport:
         left = sorted(
             n
             for n in self._names - used
-            if not n.startswith(_IGNORED) and not n.endswith(_HASH_CONSTANTS)
+            if not n.startswith(self._ignored) and not n.endswith(_HASH_CONSTANTS)
         )
         if left:
             raise WeightMismatch(
@@ -226,14 +230,16 @@ def _as_in_file(values: Tensor, form: Form) -> Tensor:
     return -values.to(torch.float32).exp() if form is Form.DECAY else values
 
 
-def _value_bytes(values: Tensor, kind: types.GgmlType) -> Tensor:
+def value_bytes(values: Tensor, kind: types.GgmlType) -> Tensor:
+    """Floats as the bytes of a type that holds them."""
     if kind is types.F32:
         values = values.to(torch.float32)
     assert _TORCH_KINDS[values.dtype] is kind
     return values.contiguous().view(-1).view(torch.uint8)
 
 
-def _code_bytes(held: tuple[Tensor, Tensor]) -> Tensor:
+def code_bytes(held: tuple[Tensor, Tensor]) -> Tensor:
+    """Codes and scales as an I8_ROW tensor."""
     codes, scales = held
     return torch.cat(
         (

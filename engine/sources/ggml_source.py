@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,10 +10,11 @@ from torch import Tensor
 
 from engine.errors import WeightMismatch
 from engine.sources.base import FileRange, RowCodes, StoredForm
-from engine.sources.ggml_names import Form, NameMap, Place
+from engine.sources.ggml_names import Form, Place
+from engine.sources.mapped import BlockTensor
 
 if TYPE_CHECKING:
-    from engine.model_spec import ModelSpec
+    from engine.sources.ggml_types import GgmlType
     from engine.sources.mapped import StoredTensor
 
 _ULPS_TRIED = 8
@@ -22,12 +23,13 @@ _ULPS_TRIED = 8
 class GgmlSource:
     """See engine.sources.base.TensorSource.
 
-    constants: int64 tensors that are no tensors of the file, by checkpoint name (hash constants of a GGUF).
+    places: where each checkpoint tensor lies. constants: int64 tensors that are no tensors of the file, by checkpoint
+    name (hash constants of a GGUF).
     """
 
     def __init__(
         self,
-        spec: ModelSpec,
+        places: Mapping[str, Place],
         tensors: Mapping[str, StoredTensor],
         *,
         where: str,
@@ -38,9 +40,7 @@ class GgmlSource:
         self._where = where
         self._constants = constants or {}
         self._close = close
-        self._places = {
-            name: place for name, place in NameMap(spec).places().items() if place.name in tensors
-        }
+        self._places = {name: place for name, place in places.items() if place.name in tensors}
         used = {name for p in self._places.values() for name in (p.name, p.then) if name}
         # What the model has no place for keeps its own name, so that it is found left over.
         unknown = [name for name in tensors if name not in used]
@@ -110,6 +110,35 @@ class GgmlSource:
             return StoredForm(form.type_name, form.num_bytes // 2)
         more = self._tensors[place.then].form.num_bytes if place.then else 0
         return StoredForm(form.type_name, form.num_bytes + more)
+
+    def block_tensors(self) -> Iterator[BlockTensor]:
+        """The file's own tensors, for whoever copies them as they are. Raises WeightMismatch for a pack's."""
+        for name, tensor in self._tensors.items():
+            if not isinstance(tensor, BlockTensor):
+                raise WeightMismatch(
+                    f"{self.where} ({name}): found a pack's tensor, required a GGUF file's"
+                )
+            yield tensor
+
+    def raw(self, name: str) -> tuple[GgmlType, Callable[[], Tensor]] | None:
+        """Type and bytes of a tensor whose rows are rows of the file, or of one expert; None for any other."""
+        place = self._places[name]
+        parts = [self._tensors[n] for n in (place.name, place.then) if n]
+        if not all(isinstance(part, BlockTensor) for part in parts):
+            return None
+        blocks = [part for part in parts if isinstance(part, BlockTensor)]
+        if (
+            place.form is not Form.PLAIN
+            or place.columns
+            or place.heads
+            or len({b.kind for b in blocks}) > 1
+        ):
+            return None
+        if place.expert is None:
+            return blocks[0].kind, lambda: torch.cat([block.raw() for block in blocks])
+        step = blocks[0].kind.num_bytes(blocks[0].shape[1:])
+        start = place.expert * step
+        return blocks[0].kind, lambda: blocks[0].raw()[start : start + step]
 
     def _place(self, name: str) -> Place:
         place = self._places.get(name)

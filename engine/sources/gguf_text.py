@@ -70,6 +70,11 @@ def text_metadata(directory: Path, vocab_size: int) -> dict[str, Any]:
     return metadata
 
 
+def has_text(metadata: Mapping[str, Any]) -> bool:
+    """Whether a file has a tokenizer at all."""
+    return f"{_PREFIX}model" in metadata
+
+
 def write_text_files(metadata: Mapping[str, Any], directory: Path) -> None:
     """The text files of a checkpoint out of a GGUF file's metadata.
 

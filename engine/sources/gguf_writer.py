@@ -44,7 +44,7 @@ def write_gguf(
     }
     writer = GGUFWriter(target, ARCHITECTURE, split_max_tensors=tensors_per_shard)
     writer.add_name(spec.name)
-    _add_metadata(writer, described)
+    add_metadata(writer, described)
     tensors = tuple(GgmlExport(source, spec).tensors(for_gguf=True))
     for tensor in tensors:
         kind = GGMLQuantizationType(tensor.kind.number)
@@ -63,7 +63,8 @@ def write_gguf(
     writer.close()
 
 
-def _add_metadata(writer: GGUFWriter, metadata: Mapping[str, Any]) -> None:
+def add_metadata(writer: GGUFWriter, metadata: Mapping[str, Any]) -> None:
+    """Add values under keys in full, in the types that readers of the format expect."""
     for key, value in metadata.items():
         match value:
             case str():

@@ -11,7 +11,8 @@ import torch
 from engine.errors import WeightMismatch
 from engine.geometry import TRUNK_PREFIX
 from engine.model_spec import ModelSpec, spec_from_config
-from engine.sources.ggml_names import EMBEDDING_NAME, TABLE_NAME
+from engine.pack.reader import is_pack, open_pack
+from engine.sources.ggml_names import EMBEDDING_NAME, TABLE_NAME, NameMap
 from engine.sources.ggml_source import GgmlSource
 from engine.sources.gguf_files import GgufFiles
 from engine.sources.gguf_metadata import config_from_metadata, hash_constants
@@ -34,7 +35,7 @@ def open_source(path: Path, spec: ModelSpec) -> TensorSource:
     """Weights of the model at a path. Raises WeightMismatch for a file that cannot be read."""
     if path.suffix == GGUF_SUFFIX:
         return gguf_source(_gguf(path), spec, str(path))
-    return SafetensorsSource(path)
+    return open_pack(path, spec) if is_pack(path) else SafetensorsSource(path)
 
 
 def gguf_spec(files: GgufFiles, name: str) -> ModelSpec:
@@ -63,7 +64,7 @@ def gguf_source(files: GgufFiles, spec: ModelSpec, where: str) -> TensorSource:
         prefix = f"{TRUNK_PREFIX}layers.{spec.ple.layer_ids[0]}.ple.ple_embedding."
         for name, values in hash_constants(files.metadata).items():
             constants[prefix + name] = torch.tensor(values, dtype=torch.int64)
-    return GgmlSource(spec, files.tensors, where=where, constants=constants)
+    return GgmlSource(NameMap(spec).places(), files.tensors, where=where, constants=constants)
 
 
 def _gguf(path: Path) -> GgufFiles:

@@ -12,6 +12,8 @@ import typer
 from engine.errors import EngineError
 from engine.tools.convert import convert
 from engine.tools.inspect import inspect
+from engine.tools.pack import pack
+from engine.tools.pack_budget import budget
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -21,6 +23,8 @@ app = typer.Typer(
 )
 app.command()(inspect)
 app.command()(convert)
+app.command()(pack)
+app.command("pack-budget")(budget)
 
 
 @app.callback()

@@ -14,21 +14,30 @@ from engine.interface import SamplingParams
 from engine.sources.base import TensorSource
 from engine.sources.gguf_writer import write_gguf
 from engine.sources.opening import open_source, read_spec
+from engine.tools.pack import pack
 from tests.oracle.driver import Job, generate
 from tests.oracle.tiny import GRID, make_checkpoint, text
 
-FORMS = ("gguf", "shards")
+FORMS = ("gguf", "shards", "pack", "pack of gguf")
 SEEDED = SamplingParams(temperature=1.0, seed=7)
 
 
 def converted(form: str, model: Path, directory: Path) -> Path:
     """The model in another form."""
+    target = directory / "pack"
+    if form == "pack":
+        pack(str(model), target)
+        return target
     spec = read_spec(model)
     source = open_source(model, spec)
     per_shard = 40 if form == "shards" else 0
     write_gguf(source, spec, model, directory / "model.gguf", tensors_per_shard=per_shard)
     source.close()
-    return sorted(directory.glob("*.gguf"))[-1]
+    file = sorted(directory.glob("*.gguf"))[-1]
+    if form != "pack of gguf":
+        return file
+    pack(str(file), target)
+    return target
 
 
 @pytest.fixture(scope="module", params=FORMS)
@@ -101,6 +110,7 @@ def tokens_of(model: Path, prompt: list[int], dtype: str) -> list[list[int]]:
     return tokens
 
 
+@pytest.mark.parametrize("form", ["shards", "pack of gguf"])
 @pytest.mark.parametrize(("name", "dtype"), [("gqa3_gdn2", "float32"), ("no_ple", "bfloat16")])
 def test_tokens_of_small_models_are_the_same(
     form: str, name: str, dtype: str, tmp_path: Path
@@ -111,7 +121,7 @@ def test_tokens_of_small_models_are_the_same(
     assert tokens_of(converted(form, model, tmp_path / "other"), text(name), dtype) == expected
 
 
-@pytest.mark.parametrize("form", ["gguf"])
+@pytest.mark.parametrize("form", ["gguf", "pack"])
 def test_tokens_of_the_default_model_are_the_same(form: str, tmp_path: Path) -> None:
     model = model_path("default")
     prompt = torch.randint(0, 8000, (120,), generator=torch.Generator().manual_seed(3)).tolist()

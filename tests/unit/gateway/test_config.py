@@ -46,6 +46,10 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[AppConfig]:
         (["--batch", "5"], ["--batch", "1 to 4"]),
         (["--model", ""], ["--model is empty"]),
         ([""], ["--model is empty"]),
+        (["--native", "m.bin"], ["--native must be a GGUF file", "m.bin"]),
+        (["--pack", "/nowhere"], ["--pack must be a directory with an index.txt", "/nowhere"]),
+        (["--native", "m.gguf", "--model", "m"], ["--model and --native each name a model"]),
+        (["--native", "m.gguf", "--pack", "p"], ["--native and --pack each name a model"]),
         (["--spec-min-p", "NaN"], ["--spec-min-p", "NaN", "0 to 1"]),
         (["--spec-min-p", "1.5"], ["--spec-min-p", "0 to 1"]),
         (["--spec-min-p", "0_1"], ["--spec-min-p"]),
@@ -201,3 +205,11 @@ def test_key_files_that_cannot_be_used(tmp_path: Path, content: str, reason: str
     with pytest.raises(ConfigError, match=reason) as caught:
         read_api_keys(path)
     assert "secret" not in str(caught.value)
+
+
+def test_a_gguf_file_or_a_pack_is_the_model(started: list[AppConfig], tmp_path: Path) -> None:
+    (tmp_path / "index.txt").touch()
+    for option, value in (("--native", "folder/m.gguf"), ("--pack", str(tmp_path))):
+        assert runner.invoke(cli.app, ["serve", option, value]).exit_code == 0
+        assert started[-1].scheduler.engine.model == value
+        assert started[-1].gateway.served_model_name is None

@@ -1,0 +1,189 @@
+"""A pack as a tensor source: every table checked first, then files mapped and read where they are touched."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.errors import WeightMismatch
+from engine.geometry import DRAFT, DRAFT_PREFIX, model_tensors
+from engine.pack import draft, experts
+from engine.pack.index import INDEX_FILE, PackFile, PackIndex, parse_index
+from engine.pack.stored import ExpertPart, stored_tensor
+from engine.sources.ggml_names import Form, NameMap, Place
+from engine.sources.ggml_source import GgmlSource
+from engine.sources.mapped import BlockTensor, MappedFile, StoredTensor
+
+if TYPE_CHECKING:
+    from engine.model_spec import ModelSpec
+    from engine.sources.ggml_types import GgmlType
+
+_PARTS = ("gate", "up", "down")
+
+
+def is_pack(path: Path) -> bool:
+    """Whether a directory holds a pack."""
+    return (path / INDEX_FILE).is_file()
+
+
+def open_pack(directory: Path, spec: ModelSpec) -> GgmlSource:
+    """Weights of a pack. Raises WeightMismatch with file, row, found and required."""
+    index = read_index(directory)
+    tensors: dict[str, StoredTensor] = dict(_dense(directory, index))
+    table = read_experts(directory, spec)
+    tensors |= _experts(directory, spec, table)
+    trunk = dataclasses.replace(spec, num_draft_layers=0)
+    places = NameMap(trunk).places()
+    if spec.num_draft_layers:
+        drafted = _Draft(directory, spec)
+        tensors |= drafted.tensors
+        places |= drafted.places
+    return GgmlSource(places, tensors, where=str(directory))
+
+
+def read_index(directory: Path) -> PackIndex:
+    """The index, checked against itself and the sizes of the files."""
+    index = parse_index(_text(directory / INDEX_FILE))
+    for file in (PackFile.DENSE, PackFile.EMBEDDING, PackFile.EXTRA):
+        required = index.file_bytes(file)
+        if required:
+            _check_size(directory / file.file_name, required)
+    return index
+
+
+def read_experts(directory: Path, spec: ModelSpec) -> experts.ExpertTable:
+    """The expert table, checked against itself, the geometry and the size of experts.bin."""
+    shape = experts.ExpertShape(hidden=spec.hidden, width=spec.moe.expert_dim)
+    table = experts.parse_experts(_text(directory / experts.EXPERTS_FILE), shape)
+    for what, found, required in (
+        ("n_expert", table.num_experts, spec.moe.num_experts),
+        ("layers", len(table.layers), spec.num_layers),
+    ):
+        if found != required:
+            raise WeightMismatch(
+                f"{experts.EXPERTS_FILE}: found {what} {found}, required {required} by config.json"
+            )
+    if table.file != PackFile.EXPERTS.file_name:
+        raise WeightMismatch(
+            f"{experts.EXPERTS_FILE}: found offsets in {table.file}, required {PackFile.EXPERTS.file_name}: "
+            "this pack leaves its experts in a GGUF file; load that file, or pack it"
+        )
+    _check_size(directory / PackFile.EXPERTS.file_name, table.total_bytes)
+    return table
+
+
+def read_draft(
+    directory: Path,
+) -> tuple[tuple[draft.DraftRow, ...], tuple[GgmlType, GgmlType]]:
+    """Rows of the draft layer's tensors, and the types of its experts, checked against themselves."""
+    folder = directory / draft.DRAFT_DIRECTORY
+    rows = draft.parse_dense(_text(folder / draft.DENSE_TABLE))
+    last = rows[-1] if rows else None
+    _check_size(folder / draft.DENSE_FILE, last.offset + last.num_bytes if last else 0)
+    return rows, draft.parse_format(_text(folder / draft.FORMAT_FILE))
+
+
+def _dense(directory: Path, index: PackIndex) -> Iterator[tuple[str, StoredTensor]]:
+    files: dict[PackFile, MappedFile] = {}
+    for row in index.rows:
+        if row.is_shape_only:
+            raise WeightMismatch(
+                f"{INDEX_FILE} ({row.name}): found a shape without bytes, required stored values: this pack "
+                "leaves the tensor in a GGUF file; load that file, or pack it"
+            )
+        if row.file not in files:
+            files[row.file] = MappedFile(directory / row.file.file_name)
+        yield row.name, stored_tensor(row, files[row.file])
+
+
+def _experts(
+    directory: Path, spec: ModelSpec, table: experts.ExpertTable
+) -> dict[str, StoredTensor]:
+    file = MappedFile(directory / PackFile.EXPERTS.file_name)
+    tensors: dict[str, StoredTensor] = {}
+    for row in table.layers:
+        block = f"blk.{row.layer}."
+        tensors |= _blob_parts(spec, file, block, (row.gate_up, row.down), row.offset)
+    return tensors
+
+
+def _blob_parts(
+    spec: ModelSpec, file: MappedFile, block: str, kinds: tuple[GgmlType, GgmlType], offset: int
+) -> dict[str, StoredTensor]:
+    """Gate, up and down of a layer whose blobs begin at `offset`."""
+    gate_up, down = kinds
+    shape = experts.ExpertShape(hidden=spec.hidden, width=spec.moe.expert_dim)
+    part, stride = shape.gate_bytes(gate_up), shape.blob_bytes(gate_up, down)
+    tensors: dict[str, StoredTensor] = {}
+    for number, name in enumerate(_PARTS):
+        is_down = name == "down"
+        matrix = (spec.hidden, spec.moe.expert_dim)
+        rows, columns = matrix if is_down else matrix[::-1]
+        tensors[f"{block}ffn_{name}_exps.weight"] = ExpertPart(
+            name=f"{block}ffn_{name}_exps.weight",
+            kind=down if is_down else gate_up,
+            shape=(spec.moe.num_experts, rows, columns),
+            file=file,
+            offset=offset + number * part,
+            stride=stride,
+        )
+    return tensors
+
+
+class _Draft:
+    """Tensors of `mtp/` and where checkpoint names find them."""
+
+    def __init__(self, directory: Path, spec: ModelSpec) -> None:
+        block, folder = f"{draft.DRAFT_DIRECTORY}/", directory / draft.DRAFT_DIRECTORY
+        rows, kinds = read_draft(directory)
+        dense = MappedFile(folder / draft.DENSE_FILE)
+        self.tensors: dict[str, StoredTensor] = {}
+        for row in rows:
+            is_vector = row.rows == 1 and _is_norm(row.name)
+            self.tensors[block + row.name] = BlockTensor(
+                name=block + row.name,
+                kind=row.kind,
+                shape=(row.columns,) if is_vector else (row.rows, row.columns),
+                file=dense,
+                offset=row.offset,
+            )
+        shape = experts.ExpertShape(hidden=spec.hidden, width=spec.moe.expert_dim)
+        total = spec.moe.num_experts * shape.blob_bytes(*kinds)
+        _check_size(folder / draft.EXPERTS_FILE, total)
+        file = MappedFile(folder / draft.EXPERTS_FILE)
+        self.tensors |= _blob_parts(spec, file, block, kinds, 0)
+        self.places = dict(self._places(spec, block))
+
+    def _places(self, spec: ModelSpec, block: str) -> Iterator[tuple[str, Place]]:
+        for fact in model_tensors(spec):
+            if fact.part == DRAFT and ".experts." not in fact.name:
+                short = draft.short_name(fact.name)
+                form = Form.NORM if _is_norm(short) else Form.PLAIN
+                yield fact.name, Place(name=block + short, shape=fact.shape, form=form)
+        for expert in range(spec.moe.num_experts):
+            for part in _PARTS:
+                name = f"{block}ffn_{part}_exps.weight"
+                yield (
+                    f"{DRAFT_PREFIX}layers.0.mlp.experts.{expert}.{part}_proj.weight",
+                    Place(name=name, shape=self.tensors[name].shape[1:], expert=expert),
+                )
+
+
+def _is_norm(name: str) -> bool:
+    return "norm" in name.rsplit(".", 2)[-2]
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise WeightMismatch(f"{file}: cannot be read: {reason}") from error
+
+
+def _check_size(file: Path, required: int) -> None:
+    found = file.stat().st_size if file.is_file() else 0
+    if found != required:
+        raise WeightMismatch(f"{file}: found {found} bytes, required {required}")
