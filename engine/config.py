@@ -33,6 +33,16 @@ class EngineConfig:
     """0 runs without the draft layer."""
     max_parked_bytes: int | None = None
     """Most host memory of parked pages and checkpoints; None: as much as is ordered."""
+    expert_cache: int | None = None
+    """Experts of the trunk with a slot on the device; None chooses by what is free, and tiers nothing if all fit."""
+    expert_profile: str | None = None
+    """File that ranks the experts for the slots; without one the first that come take them."""
+    pool_workers: int | None = None
+    """Threads that compute experts on the host; None takes as many as `threads`."""
+    vram_reserve_mib: int | None = None
+    """Device memory that the expert cache leaves free; None: the default, lowered where no cache would fit."""
+    ple_io: str = "ram"
+    """Where the n-gram table is read from: ram, mmap (the page cache) or direct (the disk, past the page cache)."""
     exact: bool = True
     """Rows never depend on their company (product.md D3)."""
 

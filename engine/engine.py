@@ -5,7 +5,7 @@ Implements engine.interface.Engine. One thread calls it, for its whole life.
 
 from __future__ import annotations
 
-import os
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,11 +17,10 @@ from torch import Tensor
 
 from engine.acceptance import accept
 from engine.config import EngineConfig, model_path, text_path
-from engine.errors import ConfigMismatch, PlanError
+from engine.errors import PlanError
 from engine.grammar import Constraint, GrammarCompiler, GrammarError
+from engine.instruments import count_allocations
 from engine.interface import (
-    MAX_SLOTS,
-    MAX_SPEC,
     PAGE_TOKENS,
     DecodeStep,
     EngineInfo,
@@ -37,22 +36,22 @@ from engine.interface import (
     WindowResult,
     WindowTimes,
 )
-from engine.linear import MAX_WINDOW_ROWS
 from engine.loader import LoadedModel, ModelLoader
-from engine.memory_plan import MemoryPlan, make_plan
+from engine.memory_plan import SESSION, TIER_ONE, TIER_TWO, MemoryPlan, Step
 from engine.parked import CheckpointMark, ParkedStates
 from engine.sampling import Picker, PickRow, TokenHistory, limited, row_logprobs
 from engine.sources.opening import open_source, read_spec
-from engine.state import Rows, SlotState, key_capacity, state_dtype, state_shapes
+from engine.startup import StartupMarks, free_bytes, free_host_bytes
+from engine.startup_budget import low_memory_line
+from engine.startup_plan import Machine, default_threads, device_of, dtype_of, plan_start
+from engine.state import Rows, SlotState
 from engine.weights import Checkpoint
 
 if TYPE_CHECKING:
+    from engine.experts import ExpertStore
     from engine.model_spec import ModelSpec
 
-_CPU_CHUNK_TOKENS = 256
-_GPU_CHUNK_TOKENS = 2048
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_KV_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+_log = logging.getLogger("engine.startup")
 
 
 @dataclass(slots=True)
@@ -112,6 +111,7 @@ class TorchEngine:
         self._spec = spec
         self._trunk = model.trunk
         self._draft_layer = model.draft
+        self._experts = model.experts
         self._state = state
         self._picker = picker
         self._grammars = grammars
@@ -133,6 +133,31 @@ class TorchEngine:
     def close(self) -> None:
         """Forget every sequence; memory goes with the process."""
         self._slots = [None] * self._info.num_slots
+        if self._experts is not None:
+            self._experts.close()
+
+    @property
+    def experts(self) -> ExpertStore | None:
+        """The trunk's experts where they are held one by one."""
+        return self._experts
+
+    @torch.inference_mode()
+    def rehearse(self, marks: StartupMarks) -> None:
+        """Read a prompt piece where a context ends, and run a window there, in an empty slot; compare with the plan."""
+        self.start(0)
+        num_rows = min(self._info.chunk_tokens, self._info.max_context)
+        first = self._info.max_context - num_rows
+        ids = torch.zeros(
+            num_rows, self._trunk.ngram_context + 1, dtype=torch.int64, device=self._device
+        )
+        rows = Rows([0], [1], [self._info.max_context - 1], self._device)
+        state = self._state
+        for step, run in (
+            (Step.PROMPT, lambda: self._trunk.chunk(ids, 0, first, state)),
+            (Step.VERIFIER, lambda: self._trunk.logits(self._trunk.window(ids[:1], rows, state))),
+        ):
+            marks.reach(step, passing_bytes=count_allocations(run).peak_bytes)
+        self._slots[0] = None
 
     @torch.inference_mode()
     def run_window(self, plan: WindowPlan) -> WindowResult:
@@ -655,26 +680,27 @@ def _logprobs(
     return tuple(row_logprobs(logits[i], token_id, num_top) for i, token_id in enumerate(ids))
 
 
-def load_engine(
-    config: EngineConfig, *, progress: Callable[[str], None] = lambda _: None
-) -> TorchEngine:
-    """Plan, check that the plan fits, load, allocate. Calls `progress` with a readable line per step.
+def load_engine(config: EngineConfig, *, rehearse: bool = False) -> TorchEngine:
+    """Plan, check that the plan fits, load, and compare what is taken with the plan at each checkpoint.
 
-    Raises ModelLoadError or PlanRefused.
+    rehearse: also read a prompt piece and run a window, to compare what they take. Raises ModelLoadError, PlanRefused
+    or PlanMismatch.
     """
     began = time.perf_counter()
     path = model_path(config.model)
     spec = read_spec(path)
-    device = _device(config.device)
-    dtype = _dtype(config.dtype, device)
-    kv_dtype = _kv_dtype(config.kv, dtype)
-    torch.set_num_threads(config.threads or default_threads())
+    device = device_of(config.device)
+    has_gpu = device.type == "cuda"
+    dtype = dtype_of(config.dtype, has_gpu=has_gpu)
+    num_threads = config.threads or default_threads()
+    torch.set_num_threads(num_threads)
     # Denormals in decayed states cost a hundred times a normal multiply and carry no information.
     torch.set_flush_denormal(True)
-    limits = _limits(config, spec, device)
-    plan, state_bytes = _plan(spec, limits, dtype, kv_dtype)
-    plan.require(_available_bytes(device), "GPU memory" if device.type == "cuda" else "RAM")
-    progress(f"plan: {plan.total_bytes / 2**20:.0f} MiB on {device}")
+    machine = Machine(
+        has_gpu=has_gpu, device_bytes=free_bytes(device), host_bytes=free_host_bytes()
+    )
+    plan = plan_start(config, spec, machine, dtype)
+    marks = StartupMarks(plan.memory)
     with Checkpoint(open_source(path, spec)) as checkpoint:
         loader = ModelLoader(
             checkpoint,
@@ -682,35 +708,44 @@ def load_engine(
             dtype=dtype,
             device=device,
             exact=config.exact,
-            max_context=limits.max_context,
+            max_context=plan.limits.max_context,
+            num_workers=config.pool_workers or num_threads,
+            tiered=plan.experts.is_tiered,
         )
-        model = loader.load(with_draft=limits.max_draft > 0)
-    progress("weights loaded")
-    state = SlotState(
-        spec,
-        num_slots=config.num_slots,
-        max_context=limits.max_context,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        device=device,
-    )
+        model = loader.load(with_draft=plan.with_draft)
+        state = SlotState(
+            spec,
+            num_slots=config.num_slots,
+            max_context=plan.limits.max_context,
+            dtype=dtype,
+            kv_dtype=plan.kv_dtype,
+            device=device,
+        )
+        marks.reach(Step.WEIGHTS)
+        loader.load_head(model.trunk)
+        marks.reach(Step.HEAD)
+        plan = plan.resized(free_bytes(device))
+        marks.plan = plan.memory
+        for line in plan.cache.lines:
+            _log.info("%s", line)
+        loader.load_experts(plan.experts, marks)
+        loader.finish(with_draft=plan.with_draft)
     info = EngineInfo(
         model_name=spec.name,
         vocab_size=spec.vocab_size,
-        max_context=limits.max_context,
+        max_context=plan.limits.max_context,
         num_slots=config.num_slots,
-        chunk_tokens=limits.chunk_tokens,
-        max_draft=limits.max_draft,
+        chunk_tokens=plan.limits.chunk_tokens,
+        max_draft=plan.limits.max_draft,
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
         kernels=model.report.line(),
         load_s=time.perf_counter() - began,
-        memory_plan=_plan_items(plan, model.part_bytes, state, state_bytes),
-        kv_dtype=str(kv_dtype).removeprefix("torch."),
+        memory_plan=_plan_items(plan.memory, model, state),
     )
     directory = text_path(config.model)
     num_token_ids = min(spec.vocab_size, num_known_tokens(directory) or spec.vocab_size)
-    return TorchEngine(
+    engine = TorchEngine(
         spec=spec,
         model=model,
         state=state,
@@ -719,130 +754,25 @@ def load_engine(
         info=info,
         parked=ParkedStates(state, max_bytes=config.max_parked_bytes),
     )
+    if rehearse:
+        engine.rehearse(marks)
+    if (line := low_memory_line(free_bytes(device), plan.cache)) is not None:
+        _log.warning("%s", line)
+    return engine
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Limits:
-    max_context: int
-    num_slots: int
-    chunk_tokens: int
-    max_draft: int
-
-
-def _limits(config: EngineConfig, spec: ModelSpec, device: torch.device) -> _Limits:
-    if not 1 <= config.num_slots <= MAX_SLOTS:
-        raise ConfigMismatch(f"num_slots: found {config.num_slots}, required 1 to {MAX_SLOTS}")
-    max_context = config.max_context or spec.max_position
-    if max_context > spec.max_position:
-        raise ConfigMismatch(
-            f"max_context: found {max_context}, required at most the model's {spec.max_position}"
-        )
-    max_draft = config.max_draft
-    if max_draft and not spec.num_draft_layers:
-        raise ConfigMismatch(
-            f"{spec.name} has no draft layer (mtp_num_hidden_layers 0), required for drafts: use --no-mtp"
-        )
-    if not 0 <= max_draft <= MAX_SPEC:
-        raise ConfigMismatch(f"max_draft: found {max_draft}, required 0 to {MAX_SPEC}")
-    default_chunk = _CPU_CHUNK_TOKENS if device.type == "cpu" else _GPU_CHUNK_TOKENS
-    chunk_tokens = config.chunk_tokens or default_chunk
-    return _Limits(
-        max_context=max_context,
-        num_slots=config.num_slots,
-        chunk_tokens=chunk_tokens,
-        max_draft=max_draft,
-    )
-
-
-def _plan(
-    spec: ModelSpec, limits: _Limits, dtype: torch.dtype, kv_dtype: torch.dtype
-) -> tuple[MemoryPlan, dict[str, int]]:
-    shapes = state_shapes(
-        spec, num_slots=limits.num_slots, max_context=limits.max_context, kv_dtype=kv_dtype
-    )
-    state_bytes: dict[str, int] = {}
-    for name, shape in shapes.items():
-        kind = state_dtype(name, dtype=dtype, kv_dtype=kv_dtype)
-        state_bytes[name] = torch.Size(shape).numel() * kind.itemsize
-    plan = make_plan(
-        spec,
-        state_bytes=state_bytes,
-        element_bytes=dtype.itemsize,
-        converts_kv=kv_dtype != dtype,
-        num_positions=key_capacity(limits.max_context),
-        chunk_tokens=limits.chunk_tokens,
-        window_rows=MAX_WINDOW_ROWS,
-        with_draft=limits.max_draft > 0,
-    )
-    return plan, state_bytes
-
-
-def _plan_items(
-    plan: MemoryPlan,
-    part_bytes: Mapping[str, int],
-    state: SlotState,
-    state_bytes: Mapping[str, int],
-) -> tuple[PlanItem, ...]:
-    actual = dict(part_bytes)
-    for name in state_bytes:
+def _plan_items(plan: MemoryPlan, model: LoadedModel, state: SlotState) -> tuple[PlanItem, ...]:
+    actual = dict(model.part_bytes)
+    if model.experts is not None:
+        actual[TIER_ONE] = model.experts.slot_bytes
+        actual[TIER_TWO] = model.experts.host_bytes
+    for name in plan.session_names():
         tensor: Tensor = getattr(state, name)
-        actual[f"session {name}"] = tensor.numel() * tensor.element_size()
+        actual[f"{SESSION}{name}"] = tensor.numel() * tensor.element_size()
     return tuple(
-        PlanItem(name=name, planned_bytes=planned, actual_bytes=actual.get(name))
-        for name, planned in plan.items()
+        PlanItem(name=line.name, planned_bytes=line.num_bytes, actual_bytes=actual.get(line.name))
+        for line in plan.lines
     )
-
-
-def default_threads() -> int:
-    """One core is left to the gateway: a thread that waits for a core holds up every other at each product."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, (cores or 1) - 1)
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigMismatch(
-            f"--device: found {name}, required cpu (this torch sees no CUDA device)"
-        )
-    return device
-
-
-def _dtype(name: str, device: torch.device) -> torch.dtype:
-    if name != "auto":
-        return _DTYPES[name]
-    if device.type == "cuda":
-        return torch.bfloat16
-    return torch.bfloat16 if _cpu_has_bf16() else torch.float32
-
-
-def _kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    if name == "auto":
-        return dtype
-    if name not in _KV_DTYPES:
-        raise ConfigMismatch(f"kv: found {name}, required auto, {', '.join(_KV_DTYPES)}")
-    return _KV_DTYPES[name]
-
-
-def _cpu_has_bf16() -> bool:
-    """Whether the processor multiplies bf16 itself; emulated, bf16 is slower than fp32."""
-    try:
-        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return False
-    return "avx512_bf16" in flags or "amx_bf16" in flags
-
-
-def _available_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-        return next(int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def num_known_tokens(directory: Path) -> int | None:

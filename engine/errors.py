@@ -4,7 +4,11 @@ EngineError
  +-- ModelLoadError        the checkpoint cannot be used
  |    +-- WeightMismatch   a tensor is missing, left over, or of the wrong shape or dtype
  |    +-- ConfigMismatch   a config value is missing or out of range
+ |    +-- ProfileMismatch  an expert profile is damaged or made for another model
  +-- PlanRefused           the memory plan does not fit
+ +-- PlanMismatch          what was allocated is not what was planned
+ +-- InstrumentRefused     an instrument could only give plausible zeros
+ +-- ExpertsNotReady       the expert store is half set up
  +-- PlanError             a WindowPlan contradicts the slots' state
  +-- KernelFailure         the device failed; the process must be restarted
 """
@@ -26,8 +30,24 @@ class ConfigMismatch(ModelLoadError):
     """A config value is missing or out of range: the message gives key, found, required."""
 
 
+class ProfileMismatch(ModelLoadError):
+    """An expert profile is damaged or of another geometry: the message gives file, found, required."""
+
+
 class PlanRefused(EngineError):
     """The memory plan does not fit: the message gives needed and available bytes and the option to change."""
+
+
+class PlanMismatch(EngineError):
+    """What was allocated is not what was planned: the message gives checkpoint, planned and actual."""
+
+
+class InstrumentRefused(EngineError):
+    """An instrument would give numbers that look right and are not."""
+
+
+class ExpertsNotReady(EngineError):
+    """The expert store is half set up: computing with it would give wrong tokens."""
 
 
 class PlanError(EngineError):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -63,6 +64,27 @@ class RowLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._method(x) if x.shape[0] <= MAX_WINDOW_ROWS else self._wide(x)
+
+
+class SharedProduct:
+    """y = x W^T for every W [out, in] that is like `probe` in shape, dtype, device and alignment; rows as in RowLinear.
+
+    The weight is read where it lies and never repacked, so weights of different homes give the same bits.
+    """
+
+    __slots__ = ("_make",)
+
+    def __init__(self, probe: Tensor, *, exact: bool, report: KernelReport) -> None:
+        name = _PLAIN
+        if exact and probe.device.type == "cpu":
+            weight = _probe_weight(probe)
+            name = next(n for n, make in _IN_PLACE.items() if _is_exact(n, make(weight), weight))
+        report.add(f"{name} expert")
+        self._make = _IN_PLACE[name]
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [m, in], m <= MAX_WINDOW_ROWS -> [m, out]."""
+        return self._make(weight)(x)
 
 
 class ItemProducts:
@@ -161,10 +183,12 @@ def _choose(weight: Tensor, *, exact: bool, report: KernelReport) -> tuple[str, 
 
 
 def _first_exact(weight: Tensor) -> str:
-    for name, method in _candidates(weight):
-        if name == _SINGLE or rows_agree(method, weight.shape[1], weight.dtype, weight.device):
-            return name
-    raise AssertionError("the last method is exact by itself")
+    return next(name for name, method in _candidates(weight) if _is_exact(name, method, weight))
+
+
+def _is_exact(name: str, method: Method, weight: Tensor) -> bool:
+    """The last method is exact by itself."""
+    return name == _SINGLE or rows_agree(method, weight.shape[1], weight.dtype, weight.device)
 
 
 def _probe_weight(weight: Tensor) -> Tensor:
@@ -230,3 +254,11 @@ def _packed(weight: Tensor) -> Method | None:
         return linear(x, packed_weight, None, "none", [], "")
 
     return packed
+
+
+_IN_PLACE: dict[str, Callable[[Tensor], Method]] = {
+    _PLAIN: _plain,
+    **{f"pad{tile}": partial(_padded, tile=tile) for tile in (4, 8, MAX_WINDOW_ROWS)},
+    _SINGLE: _single,
+}
+"""Methods that read the weight where it lies, by preference."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,20 +10,31 @@ import torch
 from torch import Tensor
 
 from engine.errors import WeightMismatch
+from engine.experts import (
+    ExpertPool,
+    ExpertProducts,
+    ExpertShape,
+    ExpertStore,
+    GroupedExperts,
+    LayerExperts,
+)
 from engine.layers.gdn import GdnLayer
-from engine.layers.moe import MoeLayer, RoutedExperts
+from engine.layers.moe import DenseExperts, MoeLayer
 from engine.layers.norm import ZeroCentredNorm
 from engine.layers.ple import PleLayer
 from engine.layers.qsa import QsaLayer
 from engine.layers.residual import GatedResidual
 from engine.layers.rotary import RotaryTable
 from engine.linear import ItemProducts, KernelReport, RowLinear
+from engine.memory_plan import Step, experts_are_dense
 from engine.model import DecoderLayer, Trunk
 from engine.mtp import DraftLayer
 from engine.state import key_capacity
 
 if TYPE_CHECKING:
     from engine.model_spec import ModelSpec
+    from engine.startup import StartupMarks
+    from engine.startup_plan import ExpertSplit
     from engine.weights import Checkpoint
 
 DRAFT_PREFIX = "mtp."
@@ -34,13 +46,18 @@ class LoadedModel:
 
     trunk: Trunk
     draft: DraftLayer | None
+    experts: ExpertStore | None
+    """The trunk's experts where they are held one by one."""
     part_bytes: dict[str, int]
     """Bytes as held, by the names of `memory_plan.weight_bytes`."""
     report: KernelReport
 
 
 class ModelLoader:
-    """Builds a model's layers from an open checkpoint. One use."""
+    """Builds a model's layers from an open checkpoint, in the order of a start. One use.
+
+    First `load`, then `load_head`, then `load_experts`; `finish` proves that nothing is left over.
+    """
 
     def __init__(
         self,
@@ -51,7 +68,10 @@ class ModelLoader:
         device: torch.device,
         exact: bool,
         max_context: int,
+        num_workers: int,
+        tiered: bool = False,
     ) -> None:
+        """num_workers: threads that compute experts; tiered: hold the trunk's experts one by one, however small."""
         self._checkpoint = checkpoint
         self._spec = spec
         self._dtype = dtype
@@ -60,6 +80,9 @@ class ModelLoader:
         self._report = KernelReport()
         self._products = ItemProducts(exact=exact)
         self._part_bytes: dict[str, int] = {}
+        self._is_dense = experts_are_dense(spec, dtype.itemsize)
+        self._expert_prefixes: list[str] = []
+        self._store = self._expert_store(num_workers) if tiered or not self._is_dense else None
         self._capacity = key_capacity(max_context)
         self._rotary = RotaryTable(
             rotary_dim=spec.qsa.rotary_dim,
@@ -70,14 +93,50 @@ class ModelLoader:
         )
 
     def load(self, *, with_draft: bool) -> LoadedModel:
-        """Read every tensor the model has. Raises WeightMismatch for a missing, misshapen or left-over one."""
+        """Read all but the head and the experts that are held one by one.
+
+        Raises WeightMismatch for a missing or misshapen tensor.
+        """
         trunk = self._trunk()
         draft = self._draft(trunk) if with_draft else None
-        self._checkpoint.finish(ignore=() if with_draft else (DRAFT_PREFIX,))
         self._count("rotary tables", self._rotary.num_bytes)
         return LoadedModel(
-            trunk=trunk, draft=draft, part_bytes=self._part_bytes, report=self._report
+            trunk=trunk,
+            draft=draft,
+            experts=self._store,
+            part_bytes=self._part_bytes,
+            report=self._report,
         )
+
+    def load_head(self, trunk: Trunk) -> None:
+        """Read the head: before the expert cache, which is sized by what is left."""
+        spec = self._spec
+        trunk.set_head(self._linear([("lm_head.weight", (spec.vocab_size, spec.hidden))]))
+        self._count("head", trunk.head_bytes)
+
+    def load_experts(self, split: ExpertSplit, marks: StartupMarks) -> None:
+        """Open the store's slots and read every expert once, to a slot or to the host's memory."""
+        store = self._store
+        if store is not None:
+            store.open(split.slots)
+        marks.reach(Step.CACHE)
+        if store is not None:
+            for number, layer in enumerate(store.layers):
+                read = self._expert_reader(self._expert_prefixes[number])
+                for expert in range(self._spec.moe.num_experts):
+                    in_slot = (number, expert) in split.in_slots
+                    put = layer.put_slot if in_slot else layer.put_host
+                    put(expert, *read(expert))
+                del read  # with it what it has read of a fused tensor
+                layer.admit_first_come()
+        marks.reach(Step.FILL)
+        if store is not None:
+            store.prepare()
+        marks.reach(Step.HITS)
+
+    def finish(self, *, with_draft: bool) -> None:
+        """Raise WeightMismatch if a tensor is left over."""
+        self._checkpoint.finish(ignore=() if with_draft else (DRAFT_PREFIX,))
 
     def _trunk(self) -> Trunk:
         spec, prefix = self._spec, self._checkpoint.trunk
@@ -86,15 +145,7 @@ class ModelLoader:
         layers = tuple(self._decoder_layer(layer) for layer in range(spec.num_layers))
         final = self._residual(f"{prefix}hyper_connection_mixer.", inject=False)
         self._count("residual", final.num_bytes)
-        head = self._linear([("lm_head.weight", (spec.vocab_size, spec.hidden))])
-        self._count("head", head.num_bytes)
-        return Trunk(
-            embedding=embedding,
-            layers=layers,
-            final=final,
-            head=head,
-            num_streams=spec.num_streams,
-        )
+        return Trunk(embedding=embedding, layers=layers, final=final, num_streams=spec.num_streams)
 
     def _decoder_layer(self, layer: int) -> DecoderLayer:
         spec = self._spec
@@ -114,7 +165,7 @@ class ModelLoader:
             mixer=mixer,
             gdn_index=0 if spec.is_qsa(layer) else spec.gdn_layers.index(layer),
             moe_residual=self._residual(f"{prefix}mlp_hyper_connection.", inject=True),
-            moe=self._moe(f"{prefix}mlp."),
+            moe=self._moe(f"{prefix}mlp.", self._trunk_experts(f"{prefix}mlp.experts.")),
         )
         self._count("residual", built.mixer_residual.num_bytes + built.moe_residual.num_bytes)
         self._count("moe", built.moe.num_bytes)
@@ -124,6 +175,7 @@ class ModelLoader:
         spec = self._spec
         prefix, layer = DRAFT_PREFIX, f"{DRAFT_PREFIX}layers.0."
         square = (spec.hidden, spec.hidden)
+        experts = self._draft_experts(f"{layer}mlp.experts.")
         draft = DraftLayer(
             trunk=trunk,
             fc_embedding=self._linear([(f"{prefix}fc_embedding.weight", square)]),
@@ -133,11 +185,13 @@ class ModelLoader:
             attention_residual=self._residual(f"{layer}attn_hyper_connection.", inject=True),
             attention=self._qsa(f"{layer}self_attn.", len(spec.qsa_layers)),
             moe_residual=self._residual(f"{layer}mlp_hyper_connection.", inject=True),
-            moe=self._moe(f"{layer}mlp."),
+            moe=self._moe(f"{layer}mlp.", experts),
             final=self._residual(f"{prefix}hyper_connection_mixer.", inject=False),
             num_streams=spec.num_streams,
         )
         self._count("draft layer", draft.num_bytes)
+        if isinstance(experts, GroupedExperts):
+            self._count("draft layer", experts.layer.slot_bytes)
         return draft
 
     def _residual(self, prefix: str, *, inject: bool) -> GatedResidual:
@@ -211,9 +265,8 @@ class ModelLoader:
             capacity=self._capacity,
         )
 
-    def _moe(self, prefix: str) -> MoeLayer:
+    def _moe(self, prefix: str, experts: DenseExperts | GroupedExperts) -> MoeLayer:
         spec, moe = self._spec, self._spec.moe
-        gate_up, down = self._experts(f"{prefix}experts.")
         return MoeLayer(
             head=self._linear(
                 [
@@ -226,27 +279,63 @@ class ModelLoader:
             shared_down=self._linear(
                 [(f"{prefix}shared_expert.down_proj.weight", (spec.hidden, moe.shared_dim))]
             ),
-            experts=RoutedExperts(gate_up, down, exact=self._exact, report=self._report),
+            experts=experts,
             spec=moe,
         )
 
-    def _experts(self, prefix: str) -> tuple[Tensor, Tensor]:
-        """gate_up [E, 2*I, H] and down [E, H, I], from fused or per-expert tensors."""
+    def _trunk_experts(self, prefix: str) -> DenseExperts | GroupedExperts:
+        if self._store is None:
+            return self._dense_experts(prefix)
+        self._expert_prefixes.append(prefix)
+        return self._store.add_layer(self._device)
+
+    def _draft_experts(self, prefix: str) -> DenseExperts | GroupedExperts:
+        """All in slots: every draft needs them."""
+        if self._is_dense:
+            return self._dense_experts(prefix)
+        assert self._store is not None
+        count = self._spec.moe.num_experts
+        layer = LayerExperts(count, self._expert_shape(), self._device)
+        layer.open(count)
+        read = self._expert_reader(prefix)
+        for expert in range(count):
+            layer.put_slot(expert, *read(expert))
+        return GroupedExperts(layer, self._store.products, count)
+
+    def _expert_store(self, num_workers: int) -> ExpertStore:
+        products = ExpertProducts(ExpertPool(num_workers), exact=self._exact, report=self._report)
+        return ExpertStore(products, self._expert_shape(), self._spec.moe.num_experts)
+
+    def _expert_shape(self) -> ExpertShape:
+        spec = self._spec
+        return ExpertShape(hidden=spec.hidden, width=spec.moe.expert_dim, dtype=self._dtype)
+
+    def _dense_experts(self, prefix: str) -> DenseExperts:
         hidden, moe = self._spec.hidden, self._spec.moe
         count, width = moe.num_experts, moe.expert_dim
-        if self._checkpoint.has(f"{prefix}gate_up_proj"):
-            return (
-                self._tensor(f"{prefix}gate_up_proj", (count, 2 * width, hidden)),
-                self._tensor(f"{prefix}down_proj", (count, hidden, width)),
-            )
         gate_up = torch.empty(count, 2 * width, hidden, dtype=self._dtype, device=self._device)
         down = torch.empty(count, hidden, width, dtype=self._dtype, device=self._device)
+        read = self._expert_reader(prefix)
         for expert in range(count):
+            gate_up[expert], down[expert] = read(expert)
+        return DenseExperts(gate_up, down, exact=self._exact, report=self._report)
+
+    def _expert_reader(self, prefix: str) -> _ReadExpert:
+        """Reads gate_up [2*I, H] and down [H, I] of an expert as stored, from fused or per-expert tensors."""
+        hidden, moe, take = self._spec.hidden, self._spec.moe, self._checkpoint.take
+        count, width = moe.num_experts, moe.expert_dim
+        if self._checkpoint.has(f"{prefix}gate_up_proj"):
+            gate_up = take(f"{prefix}gate_up_proj", (count, 2 * width, hidden))
+            down = take(f"{prefix}down_proj", (count, hidden, width))
+            return lambda expert: (gate_up[expert], down[expert])
+
+        def read(expert: int) -> tuple[Tensor, Tensor]:
             one = f"{prefix}{expert}."
-            gate_up[expert, :width] = self._tensor(f"{one}gate_proj.weight", (width, hidden))
-            gate_up[expert, width:] = self._tensor(f"{one}up_proj.weight", (width, hidden))
-            down[expert] = self._tensor(f"{one}down_proj.weight", (hidden, width))
-        return gate_up, down
+            gate = take(f"{one}gate_proj.weight", (width, hidden))
+            up = take(f"{one}up_proj.weight", (width, hidden))
+            return torch.cat((gate, up)), take(f"{one}down_proj.weight", (hidden, width))
+
+        return read
 
     def _ple(self, prefix: str, index: int) -> PleLayer:
         spec, ple = self._spec, self._spec.ple
@@ -327,6 +416,9 @@ class ModelLoader:
 
     def _count(self, part: str, num_bytes: int) -> None:
         self._part_bytes[part] = self._part_bytes.get(part, 0) + num_bytes
+
+
+_ReadExpert = Callable[[int], tuple[Tensor, Tensor]]
 
 
 def _num_bytes(tensor: Tensor) -> int:

@@ -3,43 +3,121 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from engine.errors import PlanRefused
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from engine.model_spec import ModelSpec
 
 FP32_BYTES = 4
 MIB = 1 << 20
+ALIGN_BYTES = 64
+"""Experts begin at multiples of this: a library also rounds by how its input is aligned."""
+QUERY_TILE_SCORES = 1 << 24
+"""Attention scores that a prompt piece holds at once."""
+_GDN_CHUNK = 64
+"""Rows that the delta rule takes at once."""
+DENSE_MAX_BYTES = 16 << 20
+"""Expert weights of one layer up to this stay in cache, where two products over all experts beat a loop over few."""
+
+
+class Step(StrEnum):
+    """The checkpoints of a start, in order; what is allocated after one is part of the next."""
+
+    WEIGHTS = "weights, sessions, drafter"
+    HEAD = "head"
+    CACHE = "expert cache opened"
+    FILL = "experts filled in"
+    HITS = "hit path"
+    PROMPT = "prompt path"
+    VERIFIER = "verifier and drafter bound"
+
+
+class Place(StrEnum):
+    """Whose memory a line takes. On a machine without GPU the device's memory is the host's."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanLine:
+    """One named part."""
+
+    name: str
+    num_bytes: int
+    step: Step
+    place: Place = Place.DEVICE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Planned bytes by name, in allocation order."""
+    """Planned bytes by name, in the order in which they are allocated."""
 
-    weights: tuple[tuple[str, int], ...]
-    sessions: tuple[tuple[str, int], ...]
-    buffers: tuple[tuple[str, int], ...]
+    lines: tuple[PlanLine, ...]
 
-    def items(self) -> tuple[tuple[str, int], ...]:
-        """All lines."""
-        return self.weights + self.sessions + self.buffers
+    def total(self, place: Place | None = None) -> int:
+        """Sum of all lines, or of those in one place."""
+        return _sum(line for line in self.lines if place in (None, line.place))
 
-    @property
-    def total_bytes(self) -> int:
-        """Sum of all lines."""
-        return sum(num_bytes for _, num_bytes in self.items())
+    def session_names(self) -> tuple[str, ...]:
+        """Tensors of SlotState that have a line."""
+        names = (line.name for line in self.lines if line.name.startswith(SESSION))
+        return tuple(name.removeprefix(SESSION) for name in names)
 
-    def require(self, available_bytes: int, where: str) -> None:
-        """Raise PlanRefused, with both numbers and what to change, if the plan is larger than what is available."""
-        if self.total_bytes <= available_bytes:
+    def until(self, step: Step) -> int:
+        """Bytes that are taken when a checkpoint is reached."""
+        reached = list(Step).index(step)
+        return _sum(line for line in self.lines if list(Step).index(line.step) <= reached)
+
+    def of(self, step: Step) -> int:
+        """Bytes that are taken between a checkpoint and the one before it."""
+        return _sum(line for line in self.lines if line.step == step)
+
+    def require(self, available_bytes: int, where: str, place: Place | None = None) -> None:
+        """Raise PlanRefused, with both numbers and what to change, if the lines of a place need more than there is."""
+        needed = self.total(place)
+        if needed <= available_bytes:
             return
-        sessions = sum(num_bytes for _, num_bytes in self.sessions)
-        raise PlanRefused(
-            f"the plan needs {self.total_bytes / MIB:.0f} MiB of {where} but {available_bytes / MIB:.0f} MiB are "
-            f"available; of it {sessions / MIB:.0f} MiB are sessions: lower --max-context or --batch"
+        lines = [line for line in self.lines if place in (None, line.place)]
+        sessions = _sum(line for line in lines if line.name.startswith(SESSION))
+        experts = _sum(line for line in lines if line.name in (TIER_ONE, TIER_TWO))
+        table = _sum(line for line in lines if line.name == TABLE)
+        parts = [f"{sessions / MIB:.0f} MiB are sessions: lower --max-context or --batch"] * bool(
+            sessions
         )
+        if table:
+            parts.append(
+                f"{table / MIB:.0f} MiB are the n-gram table: leave it on disk with --ple-io direct"
+            )
+        if experts:
+            parts.append(f"{experts / MIB:.0f} MiB are experts: lower --expert-cache")
+        raise PlanRefused(
+            f"the plan needs {needed / MIB:.0f} MiB of {where} but {available_bytes / MIB:.0f} MiB are "
+            f"available; of it {'; '.join(parts)}"
+        )
+
+
+SESSION = "session "
+TABLE = "ple table"
+TIER_ONE = "experts, tier one"
+TIER_TWO = "experts, tier two"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertPlan:
+    """How the routed experts of the trunk are divided between the device and the host.
+
+    num_slots: pairs (layer, expert) that have a place in tier one; num_in_host: pairs whose weights lie in host memory.
+    Without a profile these overlap: the host keeps what the slots may be filled with.
+    """
+
+    num_slots: int
+    num_in_host: int
 
 
 def make_plan(
@@ -52,35 +130,81 @@ def make_plan(
     chunk_tokens: int,
     window_rows: int,
     with_draft: bool,
+    experts: ExpertPlan | None = None,
+    table_in_ram: bool = True,
 ) -> MemoryPlan:
     """Plan a model with weights and activations of `element_bytes`.
 
     state_bytes: bytes of each tensor of SlotState; converts_kv: K and V are held in another type; num_positions:
-    entries of the rotary tables; window_rows: most rows of a verify window.
+    entries of the rotary tables; window_rows: most rows of a verify window; experts: None keeps all of them on the
+    device; table_in_ram: the n-gram table is not left on disk.
     """
-    return MemoryPlan(
-        weights=tuple(
-            weight_bytes(
-                spec,
-                element_bytes=element_bytes,
-                num_positions=num_positions,
-                with_draft=with_draft,
-            ).items()
-        ),
-        sessions=tuple((f"session {name}", n) for name, n in state_bytes.items()),
-        buffers=(
-            (
-                "prefill buffers",
-                _chunk_bytes(spec, chunk_tokens, num_positions) * element_bytes,
-            ),
-            *(
-                [("converted K/V", _converted_kv_bytes(spec, num_positions, element_bytes))]
-                if converts_kv
-                else []
-            ),
-            ("window logits", window_rows * spec.vocab_size * FP32_BYTES),
-        ),
+    parts = weight_bytes(
+        spec, element_bytes=element_bytes, num_positions=num_positions, with_draft=with_draft
     )
+    tiered = experts is not None
+    split = experts or ExpertPlan(num_slots=num_pairs(spec), num_in_host=0)
+    is_dense = experts_are_dense(spec, element_bytes)
+    blob = blob_bytes(spec, element_bytes)
+    padding = spec.moe.num_experts * blob - routed_bytes(spec, element_bytes)
+    if not is_dense or tiered:
+        parts["moe"] -= spec.num_layers * routed_bytes(spec, element_bytes)
+    if not is_dense and with_draft:
+        parts["draft layer"] += padding
+    head = parts.pop("head")
+    if not table_in_ram:
+        parts.pop(TABLE, None)
+    lines = [PlanLine(name=name, num_bytes=n, step=Step.WEIGHTS) for name, n in parts.items()]
+    lines += [
+        PlanLine(name=f"{SESSION}{name}", num_bytes=n, step=Step.WEIGHTS)
+        for name, n in state_bytes.items()
+    ]
+    lines.append(PlanLine(name="head", num_bytes=head, step=Step.HEAD))
+    if not is_dense or tiered:
+        tier_one = split.num_slots * blob
+        lines.append(PlanLine(name=TIER_ONE, num_bytes=tier_one, step=Step.CACHE))
+    if tiered:
+        tier_two = split.num_in_host * blob
+        lines.append(PlanLine(name=TIER_TWO, num_bytes=tier_two, step=Step.FILL, place=Place.HOST))
+    chunk = _chunk_bytes(spec, chunk_tokens, num_positions, element_bytes)
+    lines.append(PlanLine(name="prefill buffers", num_bytes=chunk, step=Step.PROMPT))
+    if converts_kv:
+        converted = _converted_kv_bytes(spec, num_positions, element_bytes)
+        lines.append(PlanLine(name="converted K/V", num_bytes=converted, step=Step.PROMPT))
+    logits = window_rows * spec.vocab_size * FP32_BYTES
+    lines.append(PlanLine(name="window logits", num_bytes=logits, step=Step.VERIFIER))
+    return MemoryPlan(lines=tuple(lines))
+
+
+def num_pairs(spec: ModelSpec) -> int:
+    """(layer, expert) pairs of the trunk."""
+    return spec.num_layers * spec.moe.num_experts
+
+
+def routed_bytes(spec: ModelSpec, element_bytes: int) -> int:
+    """The routed experts of one layer, without padding."""
+    moe = spec.moe
+    return 3 * moe.num_experts * moe.expert_dim * spec.hidden * element_bytes
+
+
+def experts_are_dense(spec: ModelSpec, element_bytes: int) -> bool:
+    """Whether a layer's experts are so small that all are computed for every row."""
+    return routed_bytes(spec, element_bytes) <= DENSE_MAX_BYTES
+
+
+def blob_bytes(spec: ModelSpec, element_bytes: int) -> int:
+    """One expert as it is held by itself: gate and up rows, then down rows, each part aligned."""
+    down = spec.moe.expert_dim * spec.hidden * element_bytes
+    return aligned(2 * down) + aligned(down)
+
+
+def aligned(num_bytes: int) -> int:
+    """To the next multiple of ALIGN_BYTES."""
+    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def _sum(lines: Iterable[PlanLine]) -> int:
+    return sum(line.num_bytes for line in lines)
 
 
 def weight_bytes(
@@ -161,13 +285,31 @@ def _converted_kv_bytes(spec: ModelSpec, num_cells: int, e: int) -> int:
     return elements * (2 * e + (FP32_BYTES if e != FP32_BYTES else 0))
 
 
-def _chunk_bytes(spec: ModelSpec, chunk_tokens: int, num_positions: int) -> int:
-    """Elements of the widest intermediates that are alive together while a prompt piece is read."""
-    gdn, moe, qsa = spec.gdn, spec.moe, spec.qsa
-    widest = max(
-        3 * gdn.conv_channels + 4 * gdn.value_channels,
-        4 * spec.stream_width,
-        3 * moe.num_experts * moe.expert_dim,
-        2 * qsa.num_heads * min(num_positions, 4096),
+def _chunk_bytes(spec: ModelSpec, chunk_tokens: int, num_positions: int, e: int) -> int:
+    """Most bytes that are alive together while a prompt piece is read at the end of a context.
+
+    Each term counts the tensors of one block at its widest point; the streams and the block's input live beside it.
+    """
+    gdn, moe, qsa, wide, fp32 = spec.gdn, spec.moe, spec.qsa, spec.stream_width, FP32_BYTES
+    heads = gdn.num_value_heads
+    delta_rule = 9 * heads * gdn.key_dim + 4 * gdn.value_channels + 5 * heads * _GDN_CHUNK
+    if experts_are_dense(spec, e):
+        routed = 3 * moe.num_experts * moe.expert_dim
+    else:
+        routed = 2 * moe.num_active * spec.hidden
+    queries = qsa.num_heads * qsa.head_dim
+    projected = 2 * queries + 2 * qsa.num_kv_heads * qsa.head_dim
+    per_token = {
+        "gdn": delta_rule * fp32 + 2 * gdn.conv_channels * e,
+        "moe": (routed + 3 * spec.hidden) * e,
+        "residual": wide * (2 * fp32 + e),
+        "ple": wide * (4 * fp32 + 3 * e // 2) if spec.ple else 0,
+    }
+    scores = min(
+        chunk_tokens * qsa.num_heads * num_positions,
+        max(QUERY_TILE_SCORES, qsa.num_heads * num_positions),
     )
-    return chunk_tokens * (widest + 2 * spec.stream_width)
+    attention = chunk_tokens * (projected + 4 * queries) * e
+    attention += scores * (2 * fp32 + (e if e < fp32 else 0))
+    beside = chunk_tokens * (wide + 2 * spec.hidden) * e
+    return beside + max(chunk_tokens * max(per_token.values()), attention)

@@ -46,16 +46,24 @@ class Trunk:
         embedding: Tensor,
         layers: tuple[DecoderLayer, ...],
         final: GatedResidual,
-        head: RowLinear,
         num_streams: int,
     ) -> None:
         self._embedding = embedding
         self._layers = layers
         self._final = final
-        self._head = head
+        self._head: RowLinear | None = None
         self._num_streams = num_streams
         contexts = [layer.ple.hash.context for layer in layers if layer.ple is not None]
         self.ngram_context = max(contexts, default=0)
+
+    def set_head(self, head: RowLinear) -> None:
+        """Give the trunk its head, which a start loads after everything but the expert cache."""
+        self._head = head
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of the head."""
+        return 0 if self._head is None else self._head.num_bytes
 
     def embed(self, ids: Tensor) -> Tensor:
         """ids int64 [T] -> [T, H]."""
@@ -108,6 +116,7 @@ class Trunk:
 
     def head(self, x: Tensor) -> Tensor:
         """Mixed rows [T, H] -> fp32 logits [T, vocab]."""
+        assert self._head is not None
         return self._head(x).to(torch.float32)
 
     def _start(self, ids: Tensor) -> Tensor:

@@ -108,7 +108,7 @@ def build_engine(config: EngineConfig, scripted: FakeScript | None) -> Engine:
         return FakeEngine(scripted)
     from engine.engine import load_engine
 
-    return load_engine(config)
+    return load_engine(config, rehearse=True)
 
 
 def _run_windows(channel: Channel, engine: Engine) -> int:

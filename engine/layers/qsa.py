@@ -15,15 +15,13 @@ from torch import Tensor
 
 from engine.elementwise import sigmoid
 from engine.layers.rotary import RotaryTable, rotate
+from engine.memory_plan import QUERY_TILE_SCORES
 from engine.state import KEY_TILE, RING_ROWS, Rows, SlotState
 
 if TYPE_CHECKING:
     from engine.layers.norm import ZeroCentredNorm
     from engine.linear import ItemProducts, RowLinear
     from engine.model_spec import QsaSpec
-
-_QUERY_TILE_SCORES = 1 << 24
-"""Scores a prompt piece holds at once (all heads); more queries than that go tile by tile."""
 
 
 @dataclass(slots=True)
@@ -248,7 +246,7 @@ class QsaLayer:
         cells = (self.index, slot, slice(None), slice(end))
         k, v = state.keys.read(cells), state.values.read(cells)
         blocks = state.index_blocks[self.index, slot, : end // self._spec.block_tokens]
-        per_tile = max(1, _QUERY_TILE_SCORES // (self._spec.num_heads * end))
+        per_tile = max(1, QUERY_TILE_SCORES // (self._spec.num_heads * end))
         out = torch.empty_like(projected.q)
         for first in range(0, num_rows, per_tile):
             at = slice(first, first + per_tile)

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from engine.config import EngineConfig
 from engine.engine import load_engine
-from engine.errors import ConfigMismatch, PlanRefused
-from engine.memory_plan import make_plan
+from engine.errors import ConfigMismatch, PlanMismatch, PlanRefused
+from engine.memory_plan import MIB, MemoryPlan, PlanLine, Step, make_plan
 from engine.model_spec import spec_from_config
+from engine.startup import StartupMarks, held_bytes
 from engine.state import SlotState, state_shapes
 from tests.oracle.tiny import GRID, make_checkpoint
+from tests.random_weights import SMALL, write_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +138,96 @@ def test_sessions_of_any_geometry_are_allocated_as_planned(
     assert others == []
 
 
+small_geometries = st.fixed_dictionaries(
+    {
+        "vocab_size": st.integers(40, 70),
+        "hidden_size": st.sampled_from([8, 24, 40]),
+        "num_hidden_layers": st.integers(4, 5),
+        "linear_num_value_heads": st.sampled_from([1, 2]),
+        "linear_value_head_dim": st.sampled_from([4, 12]),
+        "linear_conv_kernel_dim": st.integers(2, 4),
+        "num_experts": st.integers(2, 5),
+        "moe_intermediate_size": st.sampled_from([4, 12]),
+        "shared_expert_intermediate_size": st.sampled_from([8, 20]),
+        "hc_count": st.integers(2, 3),
+        "ple_layer_ids": st.sampled_from([[], [1], [2]]),
+        "mtp_num_hidden_layers": st.integers(0, 1),
+    }
+)
+
+
+@given(
+    changes=small_geometries,
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    kv=st.sampled_from(["auto", "int8"]),
+    expert_cache=st.sampled_from([None, 0, 3]),
+    ple_io=st.sampled_from(["ram"]),
+)
+@settings(
+    max_examples=10,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.generate],
+    suppress_health_check=[HealthCheck.too_slow],
+)
+def test_the_sum_of_the_plan_is_what_is_held_for_any_geometry(
+    directory: Path,
+    changes: dict[str, Any],
+    dtype: str,
+    kv: str,
+    expert_cache: int | None,
+    ple_io: str,
+) -> None:
+    """Against a count of all live tensors, which knows no parts. Equal: a term too large shows like one too small."""
+    checkpoint = write_checkpoint(directory / "random", {**SMALL, **changes})
+    config = EngineConfig(
+        model=str(checkpoint),
+        device="cpu",
+        dtype=dtype,
+        kv=kv,
+        threads=1,
+        max_context=70,
+        chunk_tokens=32,
+        max_draft=4 if changes["mtp_num_hidden_layers"] else 0,
+        expert_cache=expert_cache,
+        ple_io=ple_io,
+    )
+    gc.collect()
+    before = held_bytes()
+    engine = load_engine(config)
+    gc.collect()
+    held = held_bytes() - before
+    items = [item for item in engine.info.memory_plan if item.actual_bytes is not None]
+    assert {i.name: i.planned_bytes for i in items} == {i.name: i.actual_bytes for i in items}
+    # What no line names: hash constants, the fixed tables of a layer.
+    assert 0 <= held - sum(item.planned_bytes for item in items) < 4096
+    engine.close()
+
+
+@pytest.mark.parametrize("direction", [1, -1], ids=["too large", "too small"])
+def test_a_start_that_takes_other_than_planned_is_refused(direction: int) -> None:
+    """One term is wrong by 65 MiB: an error that tightens the budget is as bad as one that breaks it."""
+    line = PlanLine(name="weights", num_bytes=(100 + 65 * direction) * MIB, step=Step.WEIGHTS)
+    marks = StartupMarks(MemoryPlan(lines=(line,)))
+    held = torch.empty(100 * MIB, dtype=torch.uint8)
+    with pytest.raises(PlanMismatch, match=r"weights.* MiB were planned but 100.0 MiB are taken"):
+        marks.reach(Step.WEIGHTS)
+    assert held.numel()
+
+
+def test_checkpoints_add_up_and_passing_buffers_count_again() -> None:
+    lines = [
+        PlanLine(name=step.name, num_bytes=(MIB // 4) << i, step=step)
+        for i, step in enumerate(Step)
+    ]
+    marks = StartupMarks(MemoryPlan(lines=tuple(lines)))
+    marks.reach(Step.WEIGHTS)
+    marks.reach(Step.PROMPT, passing_bytes=2 * MIB)
+    marks.reach(Step.VERIFIER, passing_bytes=3 * MIB)
+    assert [4 * m.planned_bytes // MIB for m in marks.marks] == [1, 63, 127]
+    assert [m.actual_bytes // MIB for m in marks.marks[1:]] == [2, 5]
+
+
 def test_a_plan_that_does_not_fit_gives_both_numbers_and_the_option() -> None:
     spec = spec_from_config(
         {
@@ -165,7 +258,7 @@ def test_a_plan_that_does_not_fit_gives_both_numbers_and_the_option() -> None:
         window_rows=1,
         with_draft=False,
     )
-    plan.require(plan.total_bytes, "RAM")
+    plan.require(plan.total(), "RAM")
     with pytest.raises(
         PlanRefused, match=r"needs \d+ MiB of RAM but 1 MiB .*3 MiB are sessions.*--max-context"
     ):

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from engine.elementwise import sigmoid, silu, softplus
-from engine.layers.moe import RoutedExperts
+from engine.experts import ExpertPool, ExpertProducts, ExpertShape, ExpertStore, GroupedExperts
+from engine.layers.moe import DenseExperts
 from engine.layers.norm import ZeroCentredNorm, l2_normalized
 from engine.layers.residual import GatedResidual
 from engine.linear import (
@@ -176,10 +177,8 @@ def test_norms_do_not_see_their_company(width: int) -> None:
 
 
 @pytest.mark.parametrize("dense", [True, False], ids=["dense", "grouped"])
-def test_experts_do_not_see_who_else_picked_them(
-    dense: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    experts = _experts(dense, monkeypatch)
+def test_experts_do_not_see_who_else_picked_them(dense: bool) -> None:
+    experts = _experts(dense)
     generator = torch.Generator().manual_seed(3)
     pick = torch.randn(32, 6, generator=generator)
 
@@ -190,9 +189,7 @@ def test_experts_do_not_see_who_else_picked_them(
     assert agree(routed, 32)
 
 
-def test_dense_and_grouped_experts_agree_with_the_sum_over_experts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_dense_and_grouped_experts_agree_with_the_sum_over_experts() -> None:
     x = torch.randn(MAX_WINDOW_ROWS * 2 + 3, 32, generator=torch.Generator().manual_seed(4))
     weights, ids = torch.rand(x.shape[0], 6).softmax(-1).topk(3)
     gate_up, down = _expert_weights()
@@ -202,7 +199,7 @@ def test_dense_and_grouped_experts_agree_with_the_sum_over_experts(
             gate, up = (gate_up[expert] @ x[row]).chunk(2)
             expected[row] += weight * (down[expert] @ (torch.nn.functional.silu(gate) * up))
     for dense in (True, False):
-        assert torch.allclose(_experts(dense, monkeypatch)(x, weights, ids), expected, atol=1e-4)
+        assert torch.allclose(_experts(dense)(x, weights, ids), expected, atol=1e-4)
 
 
 def _expert_weights() -> tuple[Tensor, Tensor]:
@@ -211,7 +208,16 @@ def _expert_weights() -> tuple[Tensor, Tensor]:
     return gate_up, torch.randn(6, 32, 20, generator=generator) / 5
 
 
-def _experts(dense: bool, monkeypatch: pytest.MonkeyPatch) -> RoutedExperts:
-    monkeypatch.setattr("engine.layers.moe._DENSE_MAX_BYTES", 1 << 30 if dense else 0)
+def _experts(dense: bool) -> DenseExperts | GroupedExperts:
     gate_up, down = _expert_weights()
-    return RoutedExperts(gate_up, down, exact=True, report=KernelReport())
+    if dense:
+        return DenseExperts(gate_up, down, exact=True, report=KernelReport())
+    shape = ExpertShape(hidden=32, width=20, dtype=torch.float32)
+    store = ExpertStore(
+        ExpertProducts(ExpertPool(2), exact=True, report=KernelReport()), shape, len(down)
+    )
+    grouped = store.add_layer(torch.device("cpu"))
+    for expert in range(len(down)):
+        grouped.layer.put_host(expert, gate_up[expert], down[expert])
+    store.prepare()
+    return grouped

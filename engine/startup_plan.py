@@ -1,0 +1,320 @@
+"""What a start will do, settled before anything is allocated: device, types, limits, and where every expert goes.
+
+`stratagate plan` prints it for any machine, `load_engine` follows it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.errors import ConfigMismatch
+from engine.expert_profile import ExpertProfile, read_profile
+from engine.interface import MAX_SLOTS, MAX_SPEC
+from engine.linear import MAX_WINDOW_ROWS
+from engine.memory_plan import (
+    MIB,
+    ExpertPlan,
+    MemoryPlan,
+    Place,
+    Step,
+    blob_bytes,
+    experts_are_dense,
+    make_plan,
+    num_pairs,
+)
+from engine.startup_budget import (
+    DEFAULT_RESERVE_MIB,
+    CacheRequest,
+    CacheRoom,
+    CacheSize,
+    size_cache,
+    slots_per_layer,
+)
+from engine.state import key_capacity, state_dtype, state_shapes
+
+if TYPE_CHECKING:
+    from engine.config import EngineConfig
+    from engine.model_spec import ModelSpec
+
+_CPU_CHUNK_TOKENS = 256
+_GPU_CHUNK_TOKENS = 2048
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_KV_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Free memory to plan with. Without a GPU, device_bytes is the same memory as host_bytes."""
+
+    has_gpu: bool
+    device_bytes: int
+    host_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Choices that follow from options, model and device."""
+
+    max_context: int
+    num_slots: int
+    chunk_tokens: int
+    max_draft: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertSplit:
+    """Where the trunk's experts go. slots: of tier one by layer; in_slots: pairs that are put there at the start."""
+
+    slots: tuple[int, ...]
+    in_slots: frozenset[tuple[int, int]]
+    num_pairs: int
+    is_tiered: bool
+    """False: every expert has a slot."""
+
+    @property
+    def plan(self) -> ExpertPlan | None:
+        """What the memory plan needs of it."""
+        if not self.is_tiered:
+            return None
+        return ExpertPlan(num_slots=sum(self.slots), num_in_host=self.num_in_host)
+
+    @property
+    def num_in_host(self) -> int:
+        """Experts of tier two."""
+        return self.num_pairs - len(self.in_slots)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartPlan:
+    """Everything that a start does, but for the tensors."""
+
+    spec: ModelSpec
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    limits: Limits
+    request: CacheRequest
+    profile: ExpertProfile | None
+    table_in_ram: bool
+    experts: ExpertSplit
+    cache: CacheSize
+    memory: MemoryPlan
+
+    @property
+    def with_draft(self) -> bool:
+        """Whether the draft layer is loaded."""
+        return self.limits.max_draft > 0
+
+    def resized(self, free_bytes: int) -> StartPlan:
+        """The same with the expert cache sized by what is measured to be free once all before it is allocated."""
+        if not self.experts.is_tiered:
+            return self
+        cache = size_cache(self.request, _room(self, free_bytes))
+        return _with_cache(self, cache)
+
+
+def plan_start(
+    config: EngineConfig, spec: ModelSpec, machine: Machine, dtype: torch.dtype
+) -> StartPlan:
+    """Settle a start on a machine. Raises ConfigMismatch, ProfileMismatch or PlanRefused."""
+    limits = limits_of(config, spec, has_gpu=machine.has_gpu)
+    profile = _profile(config, spec)
+    everything = _split_all(spec)
+    plan = StartPlan(
+        spec=spec,
+        dtype=dtype,
+        kv_dtype=_kv_dtype(config.kv, dtype),
+        limits=limits,
+        request=CacheRequest(
+            num_slots=config.expert_cache,
+            reserve_mib=config.vram_reserve_mib,
+            num_ranked=None if profile is None else len(profile.pairs),
+        ),
+        profile=profile,
+        table_in_ram=config.ple_io == "ram",
+        experts=everything,
+        cache=_uncached(config),
+        memory=MemoryPlan(lines=()),
+    )
+    plan = replace(plan, memory=_memory(plan))
+    if config.expert_cache is not None or not experts_are_dense(spec, dtype.itemsize):
+        before = plan.memory.until(Step.HEAD)
+        cache = size_cache(plan.request, _room(plan, machine.device_bytes - before))
+        if config.expert_cache is not None or cache.num_slots < num_pairs(spec):
+            plan = _with_cache(plan, cache)
+        else:
+            plan = replace(plan, cache=cache)
+    _require(plan, machine)
+    return plan
+
+
+def limits_of(config: EngineConfig, spec: ModelSpec, *, has_gpu: bool) -> Limits:
+    """Check the options that depend on the model. Raises ConfigMismatch with found and required."""
+    if not 1 <= config.num_slots <= MAX_SLOTS:
+        raise ConfigMismatch(f"num_slots: found {config.num_slots}, required 1 to {MAX_SLOTS}")
+    max_context = config.max_context or spec.max_position
+    if max_context > spec.max_position:
+        raise ConfigMismatch(
+            f"max_context: found {max_context}, required at most the model's {spec.max_position}"
+        )
+    max_draft = config.max_draft
+    if max_draft and not spec.num_draft_layers:
+        raise ConfigMismatch(
+            f"{spec.name} has no draft layer (mtp_num_hidden_layers 0), required for drafts: use --no-mtp"
+        )
+    if not 0 <= max_draft <= MAX_SPEC:
+        raise ConfigMismatch(f"max_draft: found {max_draft}, required 0 to {MAX_SPEC}")
+    return Limits(
+        max_context=max_context,
+        num_slots=config.num_slots,
+        chunk_tokens=config.chunk_tokens or (_GPU_CHUNK_TOKENS if has_gpu else _CPU_CHUNK_TOKENS),
+        max_draft=max_draft,
+    )
+
+
+def state_bytes_of(plan: StartPlan) -> dict[str, int]:
+    """Bytes of every tensor of SlotState."""
+    shapes = state_shapes(
+        plan.spec,
+        num_slots=plan.limits.num_slots,
+        max_context=plan.limits.max_context,
+        kv_dtype=plan.kv_dtype,
+    )
+    sizes: dict[str, int] = {}
+    for name, shape in shapes.items():
+        kind = state_dtype(name, dtype=plan.dtype, kv_dtype=plan.kv_dtype)
+        sizes[name] = torch.Size(shape).numel() * kind.itemsize
+    return sizes
+
+
+def _profile(config: EngineConfig, spec: ModelSpec) -> ExpertProfile | None:
+    if config.expert_profile is None:
+        return None
+    profile = read_profile(Path(config.expert_profile))
+    profile.require(spec.num_layers, spec.moe.num_experts, config.expert_profile)
+    return profile
+
+
+def _memory(plan: StartPlan) -> MemoryPlan:
+    spec, limits, dtype = plan.spec, plan.limits, plan.dtype
+    return make_plan(
+        spec,
+        state_bytes=state_bytes_of(plan),
+        element_bytes=dtype.itemsize,
+        converts_kv=plan.kv_dtype != dtype,
+        num_positions=key_capacity(limits.max_context),
+        chunk_tokens=limits.chunk_tokens,
+        window_rows=MAX_WINDOW_ROWS,
+        with_draft=plan.with_draft,
+        experts=plan.experts.plan,
+        table_in_ram=plan.table_in_ram,
+    )
+
+
+def _room(plan: StartPlan, free_bytes: int) -> CacheRoom:
+    spec, memory = plan.spec, plan.memory
+    sessions = state_bytes_of(plan)
+    return CacheRoom(
+        free_bytes=free_bytes,
+        blob_bytes=blob_bytes(spec, plan.dtype.itemsize),
+        num_pairs=num_pairs(spec),
+        min_slots=spec.num_layers * spec.moe.num_active,
+        prompt_bytes=memory.of(Step.PROMPT),
+        draft_bytes=memory.of(Step.VERIFIER),
+        session_bytes=sum(sessions.values()),
+    )
+
+
+def _with_cache(plan: StartPlan, cache: CacheSize) -> StartPlan:
+    plan = replace(plan, cache=cache, experts=_split(plan.spec, plan.profile, cache.num_slots))
+    return replace(plan, memory=_memory(plan))
+
+
+def _split(spec: ModelSpec, profile: ExpertProfile | None, num_slots: int) -> ExpertSplit:
+    """With a profile every slot is filled once, at the start; without one the first that come take them."""
+    each = spec.moe.num_experts
+    useful = (each,) * spec.num_layers if profile is None else profile.ranked_per_layer()
+    slots = slots_per_layer(num_slots, useful)
+    return ExpertSplit(
+        slots=slots,
+        in_slots=frozenset(() if profile is None else profile.chosen(slots)),
+        is_tiered=True,
+        num_pairs=num_pairs(spec),
+    )
+
+
+def _split_all(spec: ModelSpec) -> ExpertSplit:
+    layers, experts = range(spec.num_layers), range(spec.moe.num_experts)
+    return ExpertSplit(
+        slots=(spec.moe.num_experts,) * spec.num_layers,
+        in_slots=frozenset((layer, expert) for layer in layers for expert in experts),
+        is_tiered=False,
+        num_pairs=num_pairs(spec),
+    )
+
+
+def _uncached(config: EngineConfig) -> CacheSize:
+    reserve = config.vram_reserve_mib
+    return CacheSize(
+        num_slots=0,
+        reserve_mib=DEFAULT_RESERVE_MIB if reserve is None else reserve,
+        was_lowered=False,
+        lines=(),
+    )
+
+
+def _require(plan: StartPlan, machine: Machine) -> None:
+    """A reserve given by hand is kept free; the default one only limits the expert cache."""
+    kept = (plan.request.reserve_mib or 0) * MIB
+    where = f" beside the reserve of {kept // MIB} MiB" if kept else ""
+    if not machine.has_gpu:
+        plan.memory.require(machine.host_bytes - kept, f"RAM{where}")
+        return
+    plan.memory.require(machine.device_bytes - kept, f"GPU memory{where}", Place.DEVICE)
+    plan.memory.require(machine.host_bytes, "RAM", Place.HOST)
+
+
+def device_of(name: str) -> torch.device:
+    """The device of --device. Raises ConfigMismatch if it is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigMismatch(
+            f"--device: found {name}, required cpu (this torch sees no CUDA device)"
+        )
+    return device
+
+
+def dtype_of(name: str, *, has_gpu: bool) -> torch.dtype:
+    """The type of --dtype; auto takes what the processor multiplies itself."""
+    if name != "auto":
+        return _DTYPES[name]
+    return torch.bfloat16 if has_gpu or _cpu_has_bf16() else torch.float32
+
+
+def _kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    if name == "auto":
+        return dtype
+    if name not in _KV_DTYPES:
+        raise ConfigMismatch(f"kv: found {name}, required auto, {', '.join(_KV_DTYPES)}")
+    return _KV_DTYPES[name]
+
+
+def default_threads() -> int:
+    """One core is left to the gateway: a thread that waits for a core holds up every other at each product."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, (cores or 1) - 1)
+
+
+def _cpu_has_bf16() -> bool:
+    """Whether the processor multiplies bf16 itself; emulated, bf16 is slower than fp32."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags
