@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.cuda.primitives import LAUNCH, Ahead, begin, pull, sigmoid, wait
+from engine.cuda.primitives import LAUNCH, sigmoid, wait
 
 if TYPE_CHECKING:
     from engine.cuda.layout import WindowLayout
@@ -57,7 +57,6 @@ def _heads(
     head = tl.program_id(1)
     ROW: tl.constexpr = C + V * DV + 2 * V
     i = tl.arange(0, P)
-    begin(OVERLAP)
     is_key = head < 2 * K
     inside = i < tl.where(is_key, DK, DV)
     channel = tl.where(is_key, head * DK, 2 * K * DK + (head - 2 * K) * DV) + i
@@ -89,11 +88,11 @@ def _heads(
     tl.store(qkv + row * C + channel, value, mask=inside)
 
 
-@triton.jit(do_not_specialize=["ahead_lines"])
+@triton.jit
 def _steps(
     qkv, gates, out,
     s, replay_k, replay_delta, replay_factor,
-    slots, firsts, counts, ahead, ahead_lines,
+    slots, firsts, counts,
     V: tl.constexpr, REPEAT: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
     ROWS: tl.constexpr, PK: tl.constexpr, BV: tl.constexpr, OVERLAP: tl.constexpr,
 ):
@@ -106,7 +105,6 @@ def _steps(
     KEYS: tl.constexpr = V // REPEAT * DK
     ik = tl.arange(0, PK)
     iv = tl.program_id(2) * BV + tl.arange(0, BV)
-    begin(OVERLAP)
     in_k = ik < DK
     in_v = iv < DV
     both = in_k[:, None] & in_v[None, :]
@@ -139,7 +137,6 @@ def _steps(
                 if tl.program_id(2) == 0:
                     tl.store(replay_k + kept * DK + ik, k, mask=in_k)
                     tl.store(replay_factor + kept, factor)
-    pull(ahead, ahead_lines, 32)
 
 
 @triton.jit
@@ -152,7 +149,6 @@ def _gate(
     head = tl.program_id(1)
     i = tl.arange(0, PV)
     inside = i < DV
-    begin(OVERLAP)
     scale = tl.load(norm + i, mask=inside, other=0.0).to(tl.float32)
     wait(OVERLAP)
     at = row * (V * DV) + head * DV + i
@@ -176,7 +172,6 @@ def _replay(
     head = tl.program_id(1)
     ik = tl.arange(0, PK)
     iv = tl.arange(0, PV)
-    begin(OVERLAP)
     wait(OVERLAP)
     count = tl.load(kept + place % SLOTS)
     if count > 1:
@@ -201,7 +196,6 @@ def _shift(
     place = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     h = tl.arange(0, PH)
-    begin(OVERLAP)
     wait(OVERLAP)
     count = tl.load(kept + place % SLOTS)
     if count > 0:
@@ -255,11 +249,10 @@ def gdn_window(
         ROWS=rows, P=max(pk, pv), OVERLAP=LAUNCH.overlap, **LAUNCH.options(1, 1),
     )
     tile = min(32, pv)
-    pulled = Ahead.of(weights.out_proj, weights.out_proj)
     _steps[(layout.num_places, values, triton.cdiv(spec.value_dim, tile))](
         scratch.qkv, scratch.gates, scratch.out, state.s[layer],
         state.replay_k[layer], state.replay_delta[layer], state.replay_factor[layer],
-        layout.slots, layout.firsts, layout.counts, pulled.start, pulled.num_lines,
+        layout.slots, layout.firsts, layout.counts,
         V=values, REPEAT=values // keys, DK=spec.key_dim, DV=spec.value_dim, C=spec.conv_channels,
         ROWS=rows, PK=pk, BV=tile, OVERLAP=LAUNCH.overlap, **LAUNCH.options(1, 1),
     )

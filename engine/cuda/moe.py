@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.cuda.primitives import LAUNCH, begin, mma, row_tile, sigmoid, unpack, wait
+from engine.cuda.primitives import LAUNCH, mma, row_tile, sigmoid, unpack, wait
 from engine.cuda.products import ProductScratch, product
 from engine.cuda.quant import GROUP, QUARTER, TILE, Packed4
 
@@ -54,6 +54,7 @@ class MoeScratch:
     ids: Tensor
     shared: Tensor
     hidden: Tensor
+    lists: Tensor
     parts: Tensor
 
     @staticmethod
@@ -69,6 +70,7 @@ class MoeScratch:
             ids=empty(spec.num_active, dtype=torch.int32),
             shared=empty(spec.shared_dim),
             hidden=empty(spec.num_active, spec.expert_dim),
+            lists=empty(spec.num_active, 1 + row_tile(max_rows), dtype=torch.int32),
             parts=empty(spec.num_active, hidden, dtype=torch.float32),
         )
 
@@ -85,7 +87,6 @@ def _route(
     e = tl.arange(0, PE)
     t = tl.arange(0, PT)
     i = tl.arange(0, PS)
-    begin(OVERLAP)
     wait(OVERLAP)
     own = head + row * ROW
     logits = tl.load(own + e, mask=e < E, other=-float("inf")).to(tl.float32)
@@ -177,19 +178,26 @@ def _multiply4(
 
 @triton.jit(do_not_specialize=["R"])
 def _gate_up(
-    x, words, scales, ids, hidden,
+    x, words, scales, ids, hidden, lists,
     R,
     H: tl.constexpr, GROUPS: tl.constexpr, TILES: tl.constexpr, I: tl.constexpr,
     TOP: tl.constexpr, PT: tl.constexpr, PM: tl.constexpr,
     BN: tl.constexpr, BM: tl.constexpr, GROUP: tl.constexpr, QUARTER: tl.constexpr, TILE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid (tiles of rows of gate and up, pairs): hidden [R, TOP, I] = silu(gate) * up."""
+    """Grid (tiles of rows of gate and up, pairs): hidden [R, TOP, I] = silu(gate) * up.
+
+    lists int32 [pairs, 1 + PM]: how many rows a pair multiplies, 0 unless it is its expert's first; and their pairs.
+    """
     tile = tl.program_id(0)
     pair = tl.program_id(1)
-    begin(OVERLAP)
     wait(OVERLAP)
     expert, is_first, count, place, rank = _chosen(ids, pair, R, TOP, PT, PM)
+    if tile == 0:
+        own = lists + pair * (1 + PM)
+        m = tl.arange(0, PM)
+        tl.store(own, tl.where(is_first, count, 0))
+        tl.store(own + 1 + place, m * TOP + rank, mask=is_first & (place < PM))
     if is_first:
         n = tile * BN + tl.arange(0, BN)
         first = expert.to(tl.int64) * (TILES * GROUPS * TILE)
@@ -204,25 +212,25 @@ def _gate_up(
             tl.store(hidden + at[None, :] * I + i[:, None], middle, mask=rows[None, :] & (i[:, None] < I))
 
 
-@triton.jit(do_not_specialize=["R"])
+@triton.jit
 def _down(
-    hidden, words, scales, ids, parts,
-    R,
-    H: tl.constexpr, GROUPS: tl.constexpr, TILES: tl.constexpr, I: tl.constexpr,
-    TOP: tl.constexpr, PT: tl.constexpr, PM: tl.constexpr,
+    hidden, words, scales, ids, lists, parts,
+    H: tl.constexpr, GROUPS: tl.constexpr, TILES: tl.constexpr, I: tl.constexpr, PM: tl.constexpr,
     BN: tl.constexpr, BM: tl.constexpr, GROUP: tl.constexpr, QUARTER: tl.constexpr, TILE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Grid (tiles of output columns, pairs): parts fp32 [R, TOP, H]."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     pair = tl.program_id(1)
-    begin(OVERLAP)
     wait(OVERLAP)
-    expert, is_first, count, place, rank = _chosen(ids, pair, R, TOP, PT, PM)
-    if is_first:
-        first = expert.to(tl.int64) * (TILES * GROUPS * TILE)
+    own = lists + pair * (1 + PM)
+    count = tl.load(own)
+    if count > 0:
+        first = tl.load(ids + pair).to(tl.int64) * (TILES * GROUPS * TILE)
         for base in range(0, count, BM):
-            row, at, rows = _tile_of_rows(base, count, place, rank, TOP, PM, BM)
+            c = base + tl.arange(0, BM)
+            rows = c < count
+            at = tl.load(own + 1 + c, mask=rows, other=0)
             acc = _multiply4(words + first * QUARTER, scales + first, n, hidden + at[None, :] * I, rows,
                              I, GROUPS, BN, BM, GROUP, QUARTER, TILE)
             tl.store(parts + at[None, :] * H + n[:, None], acc, mask=rows[None, :] & (n[:, None] < H))
@@ -239,7 +247,6 @@ def _combine(
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     m = tl.arange(0, BM)
     k = tl.arange(0, BK)
-    begin(OVERLAP)
     wait(OVERLAP)
     acc = tl.zeros([BN, BM], tl.float32)
     for first in range(0, SHARED, BK):
@@ -300,17 +307,16 @@ def multiply_experts(
     """scratch.parts of the rows x from scratch.ids."""
     num_rows, hidden = x.shape
     pairs = num_rows * spec.num_active
-    shared = {"I": spec.expert_dim, "H": hidden, "TOP": spec.num_active, "PT": triton.next_power_of_2(spec.num_active),
-              "PM": row_tile(num_rows), "BM": _ROW_TILE, "GROUP": GROUP, "QUARTER": QUARTER, "TILE": TILE,
-              "OVERLAP": LAUNCH.overlap}
+    shared = {"I": spec.expert_dim, "H": hidden, "PM": row_tile(num_rows), "BM": _ROW_TILE, "GROUP": GROUP,
+              "QUARTER": QUARTER, "TILE": TILE, "OVERLAP": LAUNCH.overlap}
     up, down = weights.gate_up, weights.down
     _gate_up[(triton.cdiv(2 * spec.expert_dim, cut.up_rows), pairs)](
-        x, up.words, up.scales, scratch.ids, scratch.hidden, num_rows,
-        GROUPS=up.num_groups, TILES=up.words.shape[1], BN=cut.up_rows, **shared,
+        x, up.words, up.scales, scratch.ids, scratch.hidden, scratch.lists, num_rows,
+        TOP=spec.num_active, PT=triton.next_power_of_2(spec.num_active), GROUPS=up.num_groups, TILES=up.words.shape[1], BN=cut.up_rows, **shared,
         **LAUNCH.options(cut.warps, cut.up_stages),
     )
     _down[(triton.cdiv(hidden, cut.down_rows), pairs)](
-        scratch.hidden, down.words, down.scales, scratch.ids, scratch.parts, num_rows,
+        scratch.hidden, down.words, down.scales, scratch.ids, scratch.lists, scratch.parts,
         GROUPS=down.num_groups, TILES=down.words.shape[1], BN=cut.down_rows, **shared,
         **LAUNCH.options(cut.warps, cut.down_stages),
     )

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.cuda.primitives import LAUNCH, begin, wait
+from engine.cuda.primitives import LAUNCH, wait
 
 
 @triton.jit
@@ -18,7 +18,6 @@ def _norm(x, weight, out, eps, W: tl.constexpr, GROUPS: tl.constexpr, P: tl.cons
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     i = tl.arange(0, P)
-    begin(OVERLAP)
     wait(OVERLAP)
     at = row * (GROUPS * W) + group * W + i
     value = tl.load(x + at, mask=i < W, other=0.0).to(tl.float32)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.cuda.primitives import LAUNCH, begin, wait
+from engine.cuda.primitives import LAUNCH, wait
 
 _TILE = 2048
 TOP = 64
@@ -56,7 +56,6 @@ def _best_of_tile(
     row = tl.program_id(0)
     tile = tl.program_id(1)
     v = tile * BV + tl.arange(0, BV)
-    begin(OVERLAP)
     wait(OVERLAP)
     logit = tl.load(logits + row.to(tl.int64) * V + v, mask=v < V, other=-float("inf"))
     largest = tl.max(logit, 0)
@@ -80,7 +79,6 @@ def _best_of_row(
     """Grid (rows): pick int64 and its probability under the plain softmax fp32."""
     row = tl.program_id(0)
     t = tl.arange(0, PT)
-    begin(OVERLAP)
     wait(OVERLAP)
     inside = t < TILES
     value = tl.load(values + row * TILES + t, mask=inside, other=-float("inf"))

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.cuda.primitives import LAUNCH, begin, sigmoid, wait
+from engine.cuda.primitives import LAUNCH, sigmoid, wait
 from engine.cuda.products import ProductScratch, product
 
 if TYPE_CHECKING:
@@ -73,7 +73,6 @@ def _gather(
     row = tl.program_id(0)
     head = tl.program_id(1)
     d = tl.arange(0, PD)
-    begin(OVERLAP)
     wait(OVERLAP)
     own = ids + row * (CONTEXT + 1)
     order = head // PER_NGRAM + 1
@@ -99,7 +98,6 @@ def _gate(
     row = tl.program_id(0)
     s = tl.program_id(1)
     h = tl.arange(0, PH)
-    begin(OVERLAP)
     wait(OVERLAP)
     inside = h < H
     at = s * H + h
@@ -129,7 +127,6 @@ def _convolve(
     """Grid (rows, tiles of columns): streams += gated + SiLU(convolution)."""
     row = tl.program_id(0)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
-    begin(OVERLAP)
     wait(OVERLAP)
     inside = c < W
     slot = tl.load(row_slots + row).to(tl.int64)

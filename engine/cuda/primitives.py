@@ -1,8 +1,7 @@
-"""What the kernels share: overlapped starts, prefetching, unpacking of 4-bit weights, and what a launch needs.
+"""What the kernels share: overlapped starts, unpacking of 4-bit weights, and what a launch needs.
 
-Kernels of a window form one chain. Each starts while its predecessor still runs (programmatic dependent launch), pulls
-the weights it will need into L2, and waits for its inputs only then. On the CPU, under Triton's interpreter, both are
-left out.
+Kernels of a window form one chain. Each starts while its predecessor still runs (programmatic dependent launch), may load
+weights, and waits for its inputs only then. On the CPU, under Triton's interpreter, that is left out.
 """
 
 # pyright: reportUnknownParameterType=false, reportMissingParameterType=false, reportUntypedFunctionDecorator=false
@@ -14,7 +13,6 @@ from dataclasses import dataclass
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Kernels run as numpy on the CPU: slow, for checking their arithmetic without a GPU."""
@@ -24,7 +22,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 class Launch:
     """How kernels are launched on this machine."""
 
-    overlap: int = 0 if INTERPRETED else 1
+    overlap: bool = not INTERPRETED
     """Start a kernel before its predecessor ends."""
 
     def options(self, num_warps: int, num_stages: int = 3) -> dict[str, int | bool]:
@@ -36,19 +34,11 @@ class Launch:
 
 
 LAUNCH = Launch()
-LINE_BYTES = 128
 
 
 def row_tile(num_rows: int) -> int:
     """Rows padded to what the matrix units take."""
     return max(16, triton.next_power_of_2(num_rows))
-
-
-@triton.jit
-def begin(OVERLAP: tl.constexpr):
-    """What may be done before `wait`: nothing that reads what a predecessor writes."""
-    if OVERLAP == 2:
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -59,43 +49,7 @@ def wait(OVERLAP: tl.constexpr):
     """
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-    if OVERLAP == 1:
         tl.extra.cuda.gdc_launch_dependents()
-
-
-@dataclass(frozen=True, slots=True)
-class Ahead:
-    """Weights that a later kernel reads, to be pulled into L2 by an earlier one that leaves memory idle."""
-
-    start: Tensor
-    num_lines: int
-
-    @staticmethod
-    def of(weight: Tensor | None, fallback: Tensor, most_bytes: int = 32 << 20) -> Ahead:
-        """The first bytes of a contiguous weight; nothing without one."""
-        if weight is None or INTERPRETED:
-            return Ahead(fallback, 0)
-        return Ahead(weight, min(weight.numel() * weight.element_size(), most_bytes) // LINE_BYTES)
-
-
-@triton.jit
-def pull(start, num_lines, THREADS: tl.constexpr):
-    """This program's share of num_lines lines of 128 bytes from `start`, into L2. Waits for nothing."""
-    if num_lines > 0:
-        program = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
-        step = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2) * THREADS
-        base = start.to(tl.int64)
-        for first in range(program * THREADS, num_lines, step):
-            line = tl.minimum(first + tl.arange(0, THREADS), num_lines - 1)
-            prefetch(base + line.to(tl.int64) * 128)
-
-
-@triton.jit
-def prefetch(addresses):
-    """Pull the 128-byte lines at int64 addresses into L2."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 _ON_CPU = tl.constexpr(INTERPRETED)

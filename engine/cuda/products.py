@@ -14,19 +14,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.cuda.primitives import LAUNCH, Ahead, begin, mma, pull, row_tile, wait
+from engine.cuda.primitives import LAUNCH, mma, row_tile, wait
 
 _MAX_TILES = 1024
 _PARTIAL_VALUES = 256 * 64 * 64
 """Programs, rows and columns of a tile."""
 
 
-@triton.jit(do_not_specialize=["R", "ahead_lines"])
+@triton.jit(do_not_specialize=["R"])
 def _product(
     x, w, out, streams, inject, partial, counters,
-    ahead, ahead_lines,
     R, N,
-    K: tl.constexpr, PIECE: tl.constexpr, SPLITS: tl.constexpr, PS: tl.constexpr,
+    K: tl.constexpr, PIECE: tl.constexpr, SPLITS: tl.constexpr,
     BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
     STREAMS: tl.constexpr, OVERLAP: tl.constexpr,
 ):
@@ -40,7 +39,6 @@ def _product(
     m = tl.program_id(1) * BM + tl.arange(0, BM)
     k = piece * PIECE + tl.arange(0, BK)
     rows = n[:, None].to(tl.int64) * K
-    begin(OVERLAP)
     wait(OVERLAP)
     acc = tl.zeros([BN, BM], tl.float32)
     for first in range(0, PIECE, BK):
@@ -48,7 +46,6 @@ def _product(
         wt = tl.load(w + rows + c[None, :], mask=(n[:, None] < N) & (c[None, :] < K), other=0.0)
         xt = tl.load(x + m[None, :] * K + c[:, None], mask=(m[None, :] < R) & (c[:, None] < K), other=0.0)
         acc = mma(wt, xt, acc)
-    pull(ahead, ahead_lines, 128)
     done = True
     if SPLITS > 1:
         tiles = tl.num_programs(0)
@@ -59,9 +56,9 @@ def _product(
         done = tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLITS - 1
         if done:
             tl.debug_barrier()
-            # All pieces at once: one round trip to memory, not one per piece.
-            j = tl.arange(0, PS)[:, None, None]
-            acc = tl.sum(tl.load(partial + j * stride + own[None, :, :], mask=j < SPLITS, other=0.0, cache_modifier=".cg"), 0)
+            acc = tl.zeros([BN, BM], tl.float32)
+            for j in tl.static_range(SPLITS):
+                acc += tl.load(partial + j * stride + own, cache_modifier=".cg")
             tl.store(counters + tile, 0)
     if done:
         inside = (m[None, :] < R) & (n[:, None] < N)
@@ -112,27 +109,25 @@ def tiling(n: int, k: int) -> Tiling:
     return Tiling(64, 128, piece, 4, 4)
 
 
-def product(x: Tensor, w: Tensor, out: Tensor, scratch: ProductScratch, ahead: Tensor | None = None) -> Tensor:
+def product(x: Tensor, w: Tensor, out: Tensor, scratch: ProductScratch) -> Tensor:
     """out [R, N] (bf16 or fp32, written whole) = x bf16 [R, K] times w bf16 [N, K] transposed; rows contiguous."""
-    launch(x, w, out, None, None, scratch, tiling(*w.shape), ahead)
+    launch(x, w, out, None, None, scratch, tiling(*w.shape))
     return out
 
 
 def product_into_streams(
-    x: Tensor, w: Tensor, streams: Tensor, inject: Tensor, scratch: ProductScratch, ahead: Tensor | None = None
+    x: Tensor, w: Tensor, streams: Tensor, inject: Tensor, scratch: ProductScratch,
 ) -> None:
     """streams [R, S*N] += outer(inject [R, S], x w^T), in place."""
-    launch(x, w, streams, streams, inject, scratch, tiling(*w.shape), ahead)
+    launch(x, w, streams, streams, inject, scratch, tiling(*w.shape))
 
 
 def launch(
     x: Tensor, w: Tensor, out: Tensor, streams: Tensor | None, inject: Tensor | None, scratch: ProductScratch, cut: Tiling,
-    ahead: Tensor | None = None,
 ) -> None:
     """One launch with a given tiling."""
     num_rows = x.shape[0]
     n, k = w.shape
-    pulled = Ahead.of(ahead, w)
     splits = triton.cdiv(k, cut.piece)
     bm = min(row_tile(num_rows), 64)
     row_tiles = triton.cdiv(num_rows, bm)
@@ -141,9 +136,9 @@ def launch(
         cut, splits = Tiling(16, cut.bk, triton.cdiv(k, cut.bk) * cut.bk, cut.warps, cut.stages), 1
     _product[(triton.cdiv(n, cut.bn), row_tiles, splits)](
         x, w, out, streams if streams is not None else out, inject if inject is not None else x,
-        scratch.partial, scratch.counters, pulled.start, pulled.num_lines,
+        scratch.partial, scratch.counters,
         num_rows, n,
-        K=k, PIECE=cut.piece, SPLITS=splits, PS=triton.next_power_of_2(splits), BN=cut.bn, BM=bm, BK=cut.bk,
+        K=k, PIECE=cut.piece, SPLITS=splits, BN=cut.bn, BM=bm, BK=cut.bk,
         STREAMS=0 if inject is None else inject.shape[1],
         OVERLAP=LAUNCH.overlap,
         **LAUNCH.options(cut.warps, cut.stages),

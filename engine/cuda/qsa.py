@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.cuda.primitives import LAUNCH, begin, mma, sigmoid, wait
+from engine.cuda.primitives import LAUNCH, mma, sigmoid, wait
 from engine.state import RING_ROWS
 
 if TYPE_CHECKING:
@@ -121,7 +121,6 @@ def _write_cells(
     """Grid (rows, A + 2*N + IH + 1): one head each. Writes q, index q, K, V, the raw index key and a finished block."""
     row = tl.program_id(0)
     head = tl.program_id(1)
-    begin(OVERLAP)
     wait(OVERLAP)
     ROW: tl.constexpr = 2 * A * D + 2 * N * D + (IH + 1) * ID
     KEYS: tl.constexpr = 2 * A * D
@@ -197,7 +196,6 @@ def _score(
     """Grid (rows, PROGRAMS): scores fp32 [R, blocks] of complete blocks, for rows that see more than DENSE tokens."""
     row = tl.program_id(0)
     part = tl.program_id(1)
-    begin(OVERLAP)
     wait(OVERLAP)
     visible = tl.load(positions + row) + 1
     if visible > DENSE:
@@ -226,7 +224,6 @@ def _select(
     Scores are never negative, so their bits order as they do; the cut is found digit by digit.
     """
     row = tl.program_id(0)
-    begin(OVERLAP)
     wait(OVERLAP)
     visible = tl.load(positions + row) + 1
     if visible > DENSE:
@@ -277,7 +274,6 @@ def _attend(
     kv = tl.program_id(1)
     split = tl.program_id(2)
     GROUP: tl.constexpr = A // N
-    begin(OVERLAP)
     wait(OVERLAP)
     visible = tl.load(positions + row) + 1
     slot = tl.load(row_slots + row).to(tl.int64)
@@ -331,7 +327,6 @@ def _join(
     head = tl.program_id(1)
     s = tl.arange(0, SPLITS)
     d = tl.arange(0, PD)
-    begin(OVERLAP)
     wait(OVERLAP)
     at = (row * SPLITS + s) * A + head
     best = tl.load(sums + at * 2)

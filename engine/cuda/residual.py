@@ -1,8 +1,7 @@
-"""Gated residual for a window's rows (model.md 1.3): two kernels from the streams to the mixed row.
+"""Gated residual for a window's rows (model.md 1.3): three kernels from the streams to the mixed row.
 
-The first multiplies the un-normed streams and leaves the norm's scale to the end, where it is one number per row and
-stream: so that the columns can be cut into slices that many programs read at once. The last program to finish an
-output tile adds the slices up, always in the same order.
+The first multiplies the un-normed streams and leaves the norm's scale to the second, where it is one number per row and
+stream: so that the columns can be cut into slices that many programs read at once.
 """
 
 # pyright: reportUnknownParameterType=false, reportMissingParameterType=false, reportUntypedFunctionDecorator=false
@@ -16,11 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.cuda.primitives import LAUNCH, Ahead, begin, mma, pull, row_tile, sigmoid, wait
+from engine.cuda.primitives import LAUNCH, mma, row_tile, sigmoid, wait
 
 _DOWN_TILE = 32
 _UP_TILE = 16
-_MIN_SLICE = 512
+_MAX_SLICE = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +41,10 @@ class ResidualWeights:
 
 @dataclass(frozen=True, slots=True)
 class ResidualScratch:
-    """Buffers of one reading, for up to `max_rows` rows; contents do not matter before, counters are zero."""
+    """Buffers of one reading, for up to `max_rows` rows; contents do not matter before."""
 
     partial: Tensor
     squares: Tensor
-    counters: Tensor
     low: Tensor
     root: Tensor
 
@@ -59,81 +57,73 @@ class ResidualScratch:
         return ResidualScratch(
             partial=torch.empty(slices, tiles * _DOWN_TILE, rows, device=device),
             squares=torch.empty(slices, rows, device=device),
-            counters=torch.zeros(tiles, dtype=torch.int32, device=device),
             low=torch.empty(max_rows, rank, dtype=torch.bfloat16, device=device),
             root=torch.empty(max_rows, num_streams, device=device),
         )
 
 
 def num_slices(hidden: int) -> int:
-    """Slices of one stream: a power of two of equal ones, none too short to be worth a program."""
-    return next((n for n in (8, 4, 2) if hidden % n == 0 and hidden // n >= _MIN_SLICE), 1)
+    """Equal slices of one stream, none longer than a program can hold."""
+    return next(n for n in range(1, hidden + 1) if hidden % n == 0 and hidden // n <= _MAX_SLICE)
 
 
-@triton.jit(do_not_specialize=["R", "ahead_lines"])
+@triton.jit(do_not_specialize=["R"])
 def _down(
-    x, scale, w, partial, squares, counters, low, root, inject,
-    ahead, ahead_lines,
-    R, eps,
-    H: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr, NOUT: tl.constexpr,
-    SLICE: tl.constexpr, SLICES: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    x, scale, w, partial, squares,
+    R,
+    W: tl.constexpr, NOUT: tl.constexpr, SLICE: tl.constexpr,
+    BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, OVERLAP: tl.constexpr,
 ):
-    """Grid (output tiles, slices of all streams)."""
+    """Grid (output tiles, slices of all streams): partial fp32 [slices, NPAD, BM], squares fp32 [slices, BM].
+
+    The weights are on their way before the streams are waited for.
+    """
     tile = tl.program_id(0)
     part = tl.program_id(1)
     n = tile * BN + tl.arange(0, BN)
     m = tl.arange(0, BM)
     k = tl.arange(0, BK)
-    base = part * SLICE
-    begin(OVERLAP)
+    c = part * SLICE + k
+    in_k = k < SLICE
+    wt = tl.load(w + n[:, None] * W + c[None, :], mask=(n[:, None] < NOUT) & in_k[None, :], other=0.0)
+    factor = tl.load(scale + c, mask=in_k, other=0.0)
     wait(OVERLAP)
-    acc = tl.zeros([BN, BM], tl.float32)
-    total = tl.zeros([BM], tl.float32)
-    for first in range(0, SLICE, BK):
-        c = first + k
-        inside = c < SLICE
-        wt = tl.load(w + n[:, None] * (S * H) + base + c[None, :], mask=(n[:, None] < NOUT) & inside[None, :], other=0.0)
-        xt = tl.load(x + m[None, :] * (S * H) + base + c[:, None], mask=(m[None, :] < R) & inside[:, None], other=0.0)
-        wide = xt.to(tl.float32)
-        total += tl.sum(wide * wide, 0)
-        factor = tl.load(scale + base + c, mask=inside, other=0.0)
-        acc = mma(wt, (wide * factor[:, None]).to(tl.bfloat16), acc)
-    pull(ahead, ahead_lines, 128)
+    xt = tl.load(x + m[None, :] * W + c[:, None], mask=(m[None, :] < R) & in_k[:, None], other=0.0).to(tl.float32)
+    acc = mma(wt, (xt * factor[:, None]).to(tl.bfloat16), tl.zeros([BN, BM], tl.float32))
     NPAD: tl.constexpr = (NOUT + BN - 1) // BN * BN
-    own = partial + (part * NPAD + n[:, None]) * BM + m[None, :]
-    tl.store(own, acc)
-    # Every tile's programs write the same sums, so each may read them.
-    tl.store(squares + part * BM + m, total)
-    tl.debug_barrier()
-    arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel")
-    if arrived == S * SLICES - 1:
-        tl.debug_barrier()
-        q = tl.arange(0, S * SLICES)
-        # All slices at once: one round trip to memory, not one per slice.
-        sums = tl.load(squares + q[:, None] * BM + m[None, :], cache_modifier=".cg")
-        parts = tl.load(
-            partial + (q[:, None, None] * NPAD + n[None, :, None]) * BM + m[None, None, :], cache_modifier=".cg"
-        )
-        r = tl.rsqrt(tl.sum(sums.reshape(S, SLICES, BM), 1) / H + eps)
-        streams = tl.sum(parts.reshape(S, SLICES, BN, BM), 1)
-        total_acc = tl.sum(streams * r[:, None, :], 0)
-        if tile == 0:
-            at_root = root + m[None, :] * S + tl.arange(0, S)[:, None]
-            tl.store(at_root, r, mask=m[None, :] < R)
-        value = total_acc.to(tl.bfloat16).to(tl.float32)
-        mixed = value * sigmoid(value)
-        tl.store(low + m[None, :] * RANK + n[:, None], mixed, mask=(m[None, :] < R) & (n[:, None] < RANK))
-        if NOUT > RANK:
-            gate = 2.0 * sigmoid(2.0 * value)
-            tl.store(inject + m[None, :] * S + (n[:, None] - RANK), gate,
-                     mask=(m[None, :] < R) & (n[:, None] >= RANK) & (n[:, None] < NOUT))
-        tl.store(counters + tile, 0)
+    tl.store(partial + (part * NPAD + n[:, None]) * BM + m[None, :], acc)
+    if tile == 0:
+        tl.store(squares + part * BM + m, tl.sum(xt * xt, 0))
 
 
-@triton.jit(do_not_specialize=["R", "ahead_lines"])
+@triton.jit
+def _join(
+    partial, squares, low, root, inject,
+    eps,
+    H: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr, NOUT: tl.constexpr, NPAD: tl.constexpr,
+    SLICES: tl.constexpr, PS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, OVERLAP: tl.constexpr,
+):
+    """Grid (output tiles, rows): adds the slices up, each times its stream's norm; then SiLU or the injection's gate."""
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    row = tl.program_id(1)
+    j = tl.arange(0, PS)
+    q = tl.arange(0, S)[:, None] * SLICES + j[None, :]
+    used = j[None, :] < SLICES
+    wait(OVERLAP)
+    r = tl.rsqrt(tl.sum(tl.load(squares + q * BM + row, mask=used, other=0.0), 1) / H + eps)
+    at = (q[:, :, None] * NPAD + n[None, None, :]) * BM + row
+    streams = tl.sum(tl.load(partial + at, mask=used[:, :, None], other=0.0), 1)
+    value = tl.sum(streams * r[:, None], 0).to(tl.bfloat16).to(tl.float32)
+    tl.store(low + row * RANK + n, value * sigmoid(value), mask=n < RANK)
+    if NOUT > RANK:
+        # 1 + tanh(x) = 2 sigmoid(2x); the weight's rows are halved already.
+        tl.store(inject + row * S + n - RANK, 2.0 * sigmoid(2.0 * value), mask=(n >= RANK) & (n < NOUT))
+    tl.store(root + row * S + tl.arange(0, S), r)
+
+
+@triton.jit(do_not_specialize=["R"])
 def _up(
-    x, scale, w, low, root, out, ahead, ahead_lines,
+    x, scale, w, low, root, out,
     R,
     H: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr,
     BH: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, OVERLAP: tl.constexpr,
@@ -144,19 +134,15 @@ def _up(
     rows = j // BH * H + tl.minimum(h, H - 1)
     m = tl.arange(0, BM)
     k = tl.arange(0, BK)
-    begin(OVERLAP)
+    in_k = k < RANK
+    wt = tl.load(w + rows[:, None] * RANK + k[None, :], mask=in_k[None, :], other=0.0)
+    factor = tl.load(scale + rows)
     wait(OVERLAP)
+    xt = tl.load(low + m[None, :] * RANK + k[:, None], mask=(m[None, :] < R) & in_k[:, None], other=0.0)
     inside = (m[None, :] < R) & (h[:, None] < H)
     stream = tl.load(x + m[None, :] * (S * H) + rows[:, None], mask=inside, other=0.0).to(tl.float32)
     r = tl.load(root + m[None, :] * S + (j // BH)[:, None], mask=inside, other=0.0)
-    factor = tl.load(scale + rows)
-    acc = tl.zeros([S * BH, BM], tl.float32)
-    for first in range(0, RANK, BK):
-        c = first + k
-        wt = tl.load(w + rows[:, None] * RANK + c[None, :], mask=c[None, :] < RANK, other=0.0)
-        xt = tl.load(low + m[None, :] * RANK + c[:, None], mask=(m[None, :] < R) & (c[:, None] < RANK), other=0.0)
-        acc = mma(wt, xt, acc)
-    pull(ahead, ahead_lines, 128)
+    acc = mma(wt, xt, tl.zeros([S * BH, BM], tl.float32))
     mixed = sigmoid(acc) * (stream * r * factor[:, None])
     total = tl.sum(mixed.reshape(S, BH, BM), 0)
     own = tl.program_id(0) * BH + tl.arange(0, BH)
@@ -164,29 +150,30 @@ def _up(
 
 
 def read_streams(
-    streams: Tensor, weights: ResidualWeights, scratch: ResidualScratch, out: Tensor, inject: Tensor | None,
-    ahead: Tensor | None = None,
+    streams: Tensor, weights: ResidualWeights, scratch: ResidualScratch, out: Tensor, inject: Tensor | None
 ) -> None:
     """streams bf16 [R, S*H] -> out bf16 [R, H] and, unless None, injection weights inject bf16 [R, S]."""
     num_rows, width = streams.shape
     s = weights.num_streams
     hidden = width // s
     slices = num_slices(hidden)
-    piece = hidden // slices
     num_out = weights.down.shape[0]
     rows = row_tile(num_rows)
-    up, then = Ahead.of(weights.up, weights.up), Ahead.of(ahead, weights.up)
-    _down[(triton.cdiv(num_out, _DOWN_TILE), s * slices)](
-        streams, weights.scale, weights.down, scratch.partial, scratch.squares, scratch.counters,
-        scratch.low, scratch.root, inject if inject is not None else scratch.low,
-        up.start, up.num_lines,
-        num_rows, weights.eps,
-        H=hidden, S=s, RANK=weights.rank, NOUT=num_out, SLICE=piece, SLICES=slices,
-        BN=_DOWN_TILE, BM=rows, BK=128, OVERLAP=LAUNCH.overlap, **LAUNCH.options(4, 5),
+    tiles = triton.cdiv(num_out, _DOWN_TILE)
+    shared = {"BM": rows, "OVERLAP": LAUNCH.overlap}
+    _down[(tiles, s * slices)](
+        streams, weights.scale, weights.down, scratch.partial, scratch.squares, num_rows,
+        W=width, NOUT=num_out, SLICE=hidden // slices, BN=_DOWN_TILE,
+        BK=triton.next_power_of_2(hidden // slices), **shared, **LAUNCH.options(4, 1),
+    )
+    _join[(tiles, num_rows)](
+        scratch.partial, scratch.squares, scratch.low, scratch.root, inject if inject is not None else scratch.low,
+        weights.eps,
+        H=hidden, S=s, RANK=weights.rank, NOUT=num_out, NPAD=tiles * _DOWN_TILE, SLICES=slices, PS=triton.next_power_of_2(slices), BN=_DOWN_TILE,
+        **shared, **LAUNCH.options(1, 1),
     )
     _up[(triton.cdiv(hidden, _UP_TILE),)](
-        streams, weights.scale, weights.up, scratch.low, scratch.root, out, then.start, then.num_lines,
-        num_rows,
-        H=hidden, S=s, RANK=weights.rank,
-        BH=_UP_TILE, BM=rows, BK=64, OVERLAP=LAUNCH.overlap, **LAUNCH.options(4, 5),
+        streams, weights.scale, weights.up, scratch.low, scratch.root, out, num_rows,
+        H=hidden, S=s, RANK=weights.rank, BH=_UP_TILE, BK=triton.next_power_of_2(weights.rank),
+        **shared, **LAUNCH.options(4, 1),
     )

@@ -175,29 +175,29 @@ class CudaStep:
                     b.products,
                 )
             if layer.gdn is not None:
-                mixed, inject = self._read(streams, layer.mixer_residual, layer.gdn.in_proj)
+                mixed, inject = self._read(streams, layer.mixer_residual)
                 projected = product(mixed, layer.gdn.in_proj, self._projected(num_rows, layer.gdn.in_proj), b.products)
                 middle = self._middle(num_rows, spec.gdn.value_channels)
                 gdn_window(
                     projected, layer.gdn, b.gdn, self.layout, self.state, layer.gdn_index, spec.gdn, spec.norm_eps, middle
                 )
                 product_into_streams(
-                    middle, layer.gdn.out_proj, streams, inject, b.products, layer.moe_residual.down
+                    middle, layer.gdn.out_proj, streams, inject, b.products
                 )
             else:
                 assert layer.qsa is not None
-                mixed, inject = self._read(streams, layer.mixer_residual, layer.qsa.in_proj)
-                self._attention(mixed, layer.qsa, streams, inject, layer.moe_residual.down)
-            mixed, inject = self._read(streams, layer.moe_residual, layer.moe.head)
+                mixed, inject = self._read(streams, layer.mixer_residual)
+                self._attention(mixed, layer.qsa, streams, inject)
+            mixed, inject = self._read(streams, layer.moe_residual)
             moe_into_streams(mixed, layer.moe, b.moe, streams, inject, spec.moe, b.products)
         self._head(streams, model.final, b.logits[:num_rows])
 
-    def _read(self, streams: Tensor, weights: ResidualWeights, ahead: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The mixed row and injection weights; `ahead` are the weights that will multiply the row."""
+    def _read(self, streams: Tensor, weights: ResidualWeights) -> tuple[Tensor, Tensor]:
+        """The mixed row and injection weights."""
         num_rows = streams.shape[0]
         mixed, inject = self._buffers.mixed[:num_rows], self._buffers.inject[:num_rows]
         has_inject = weights.down.shape[0] > weights.rank
-        read_streams(streams, weights, self._buffers.residual, mixed, inject if has_inject else None, ahead)
+        read_streams(streams, weights, self._buffers.residual, mixed, inject if has_inject else None)
         return mixed, inject
 
     def _projected(self, num_rows: int, weight: Tensor) -> Tensor:
@@ -208,20 +208,20 @@ class CudaStep:
         return self._buffers.middle[: num_rows * width].view(num_rows, width)
 
     def _head(self, streams: Tensor, final: ResidualWeights, logits: Tensor) -> None:
-        mixed, _ = self._read(streams, final, self.model.head)
+        mixed, _ = self._read(streams, final)
         product(mixed, self.model.head, logits, self._buffers.products)
 
     def _attention(
-        self, mixed: Tensor, weights: QsaWeights, streams: Tensor, inject: Tensor, ahead: Tensor
+        self, mixed: Tensor, weights: QsaWeights, streams: Tensor, inject: Tensor
     ) -> None:
         spec, layout, b = self.model.spec, self.layout, self._buffers
         num_rows = mixed.shape[0]
         projected = self._projected(num_rows, weights.in_proj)
-        product(mixed, weights.in_proj, projected, b.products, weights.out_proj)
+        product(mixed, weights.in_proj, projected, b.products)
         self._write(projected, weights, layout, num_rows)
         middle = self._middle(num_rows, spec.qsa.num_heads * spec.qsa.head_dim)
         attend(projected, weights, b.qsa, layout.row_slots, layout.positions, self.state, spec.qsa, middle)
-        product_into_streams(middle, weights.out_proj, streams, inject, b.products, ahead)
+        product_into_streams(middle, weights.out_proj, streams, inject, b.products)
 
     def _write(self, projected: Tensor, weights: QsaWeights, layout: WindowLayout, num_rows: int) -> None:
         model, spec = self.model, self.model.spec
