@@ -84,7 +84,7 @@ def _notes(run: Run) -> list[str]:
     if run.kill_times_s:
         notes.append(f"engine killed {len(run.kill_times_s)} times")
     if len(run.memory) > 1:
-        notes += _memory(run.memory)
+        notes += _memory(run.memory, max((s.parked_bytes for s in run.samples), default=0.0))
     if run.disagreements is not None:
         notes += run.disagreements or ("server and clients agree on all counts",)
     return [note for note in notes if note]
@@ -123,7 +123,7 @@ def _capacity(run: Run) -> str:
     return f"{found.name} meet {asked}" if found else f"not even one client meets {asked}"
 
 
-def _memory(samples: tuple[MemorySample, ...]) -> list[str]:
+def _memory(samples: tuple[MemorySample, ...], parked_bytes: float) -> list[str]:
     mib = 1 << 20
     rows = (
         ("server", [sample.server_bytes / mib for sample in samples]),
@@ -133,7 +133,7 @@ def _memory(samples: tuple[MemorySample, ...]) -> list[str]:
         f"memory of the {name}, MiB: {values[0]:,.1f} at first, {max(values):,.1f} at most, "
         f"{values[len(values) // 2]:,.1f} halfway, {values[-1]:,.1f} at last"
         for name, values in rows
-    ]
+    ] + ([f"of the engine's, {parked_bytes / mib:,.1f} MiB parked at most"] if parked_bytes else [])
 
 
 def _table(summary: Summary) -> Table:
@@ -401,5 +401,6 @@ def _memory_plot(run: Run) -> str:
         [
             Series("server", [(m.time_s - origin_s, m.server_bytes / mib) for m in run.memory]),
             Series("engine", [(m.time_s - origin_s, m.engine_bytes / mib) for m in run.memory]),
+            Series("parked", [(s.time_s - origin_s, s.parked_bytes / mib) for s in run.samples]),
         ],
     )

@@ -20,6 +20,7 @@ _REQUESTS = "stratagate_requests_total"
 _REQUEST_TOKENS = "stratagate_request_tokens_total"
 _RESTARTS = "stratagate_engine_restarts_total"
 _ENGINE_UP = "stratagate_engine_up"
+_PARKED_BYTES = "stratagate_parked_bytes"
 
 Counts = tuple[tuple[str, float], ...]
 """By the value of one label, counted from the server's start."""
@@ -44,6 +45,8 @@ class Sample:
     request_completion_tokens: Counts
     engine_restarts: float
     engine_up: bool
+    parked_bytes: float
+    """Kept for conversations to go on: part of the engine's memory."""
 
     @property
     def is_idle(self) -> bool:
@@ -82,6 +85,7 @@ def parse(text: str, *, time_s: float) -> Sample:
         request_completion_tokens=by_label(_REQUEST_TOKENS, "outcome", kind="completion"),
         engine_restarts=single(_RESTARTS) or 0.0,
         engine_up=single(_ENGINE_UP) != 0.0,
+        parked_bytes=single(_PARKED_BYTES) or 0.0,
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -135,3 +137,20 @@ async def test_an_engine_killed_under_load_costs_its_requests_one_outcome_each()
     assert passed(run, chosen)
     assert outcomes(run)["stream_error engine_dead"] + outcomes(run)["http_error 503"] > 0
     assert max(sample.engine_bytes for sample in run.memory) > 0
+
+
+async def test_a_missed_slo_is_exit_code_1_and_a_report(tmp_path: Path) -> None:
+    port = free_port()
+    async with server_process(port) as process:
+        await text_until(process, "ready in")
+        command = [sys.executable, "-m", "loadtest", f"http://127.0.0.1:{port}/v1"]
+        command += ["--requests", "6", "--output-tokens", "4:4", "--slo", "ttft=1ms"]
+        child = await asyncio.create_subprocess_exec(
+            *command, "--out", str(tmp_path), stdout=asyncio.subprocess.DEVNULL
+        )
+        assert await child.wait() == 1
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["stages"][0]["outcomes"] == {"ok": 6}
+    assert report["stages"][0]["good_share"] == 0.0
+    assert (tmp_path / "report.html").stat().st_size > 1000
+    assert len((tmp_path / "requests.csv").read_text().splitlines()) == 7

@@ -23,6 +23,7 @@ def sample(**values: Any) -> Sample:
         "request_completion_tokens": (),
         "engine_restarts": 0.0,
         "engine_up": True,
+        "parked_bytes": 0.0,
     }
     return Sample(**{**fields, **values})
 

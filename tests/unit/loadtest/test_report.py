@@ -105,6 +105,7 @@ def test_a_run_says_what_it_saw_beside_the_load(tmp_path: Path) -> None:
             MemorySample(time_s=float(n), server_bytes=n << 20, engine_bytes=(9 - n) << 20)
             for n in range(4)
         ),
+        samples=(sample(parked_bytes=3.0 * (1 << 20)),),
         kill_times_s=(1.0, 2.0),
         seeks_knee=True,
     )
@@ -115,12 +116,13 @@ def test_a_run_says_what_it_saw_beside_the_load(tmp_path: Path) -> None:
         "engine killed 2 times",
         "memory of the server, MiB: 0.0 at first, 3.0 at most, 2.0 halfway, 3.0 at last",
         "memory of the engine, MiB: 9.0 at first, 9.0 at most, 7.0 halfway, 6.0 at last",
+        "of the engine's, 3.0 MiB parked at most",
         "server and clients agree on all counts",
     ]
     write_html(run_, tmp_path / "r.html")
     page = (tmp_path / "r.html").read_text()
     assert "engine killed 2 times" in page
-    assert page.count("<svg") == 8
+    assert page.count("<svg") == 6
 
 
 def test_kinds_of_requests_are_told_apart() -> None:

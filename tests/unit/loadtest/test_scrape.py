@@ -32,6 +32,8 @@ stratagate_request_tokens_total{kind="completion",outcome="cancelled"} 10.0
 stratagate_engine_restarts_total 2.0
 # TYPE stratagate_engine_up gauge
 stratagate_engine_up 0.0
+# TYPE stratagate_parked_bytes gauge
+stratagate_parked_bytes 500.0
 """
 
 
@@ -43,6 +45,7 @@ def test_metrics_are_read_by_name_and_label() -> None:
     assert found.request_prompt_tokens == (("stop", 70.0),)
     assert found.request_completion_tokens == (("cancelled", 10.0), ("stop", 30.0))
     assert (found.engine_restarts, found.engine_up) == (2.0, False)
+    assert found.parked_bytes == 500.0
     assert acceptance(sample(), found) == (("1", 10.0, 8.0), ("2", 5.0, 1.0))
     assert acceptance_rate(sample(), found) == pytest.approx(9 / 15)
     assert acceptance_rate(found, found) is None
