@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from contextlib import aclosing
 from typing import TYPE_CHECKING, TypeVar
 
 import anyio
@@ -114,7 +114,6 @@ class Answering:
         config = self._service.config
         return FrameResponse(
             FrameStream(generation, writer, meter),
-            generation,
             keepalive_s=config.keepalive_s,
             send_timeout_s=config.send_timeout_s,
             keep_alive=keep_alive,
@@ -132,11 +131,23 @@ class Answering:
         Raises ClientDisconnect or what a sequence failed with.
         """
 
+        def take(delta: ChoiceDelta) -> None:
+            meter.delivered(delta.num_tokens)
+            add(delta)
+
         async def run() -> None:
-            async with aclosing(generation.deltas()) as deltas:
-                async for delta in deltas:
-                    meter.delivered(delta.num_tokens)
-                    add(delta)
+            ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+            def end(error: Exception | None) -> None:
+                if ended.done():  # whoever waited for it has left
+                    return
+                if error is None:
+                    ended.set_result(None)
+                else:
+                    ended.set_exception(error)
+
+            generation.start(take, end)
+            await ended
 
         try:
             await _unless_disconnected(request, run)

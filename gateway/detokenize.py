@@ -10,6 +10,8 @@ import codecs
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from msgspec import Struct
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -31,8 +33,7 @@ class OutputToken:
     """... and with it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextDelta:
+class TextDelta(Struct, frozen=True, kw_only=True):
     """Text that can be sent, and the tokens that made it."""
 
     text: str
@@ -72,7 +73,8 @@ class Detokenizer:
     ) -> TextDelta:
         """Take new ids, give the text that is now certain."""
         if logprobs is None and not self._stop.strings:
-            return TextDelta(text=self._push_all(token_ids))
+            self.num_tokens += len(token_ids)
+            return TextDelta(text=self._decode(b"".join(map(self._token_bytes, token_ids))))
         released: list[str] = []
         for index, token_id in enumerate(token_ids):
             if self.stopped:
@@ -100,23 +102,18 @@ class Detokenizer:
         text = self._stop.push(rest) + self._stop.finish()
         return TextDelta(text=text, tokens=self._release_tokens(is_last=True))
 
-    def _push_all(self, token_ids: Sequence[int]) -> str:
-        self.num_tokens += len(token_ids)
-        return self._decode(b"".join(map(self._token_bytes, token_ids)))
-
     def _decode(self, data: bytes) -> str:
-        text = self._decode_whole(data)
+        try:
+            text = self._decode_partial(data) if self._has_partial else data.decode()
+        except UnicodeDecodeError:
+            # A character is broken, most often by the border between two tokens.
+            text = self._decode_partial(data)
         if self._strip_space and text:
             self._strip_space = False
             return text.removeprefix(" ")
         return text
 
-    def _decode_whole(self, data: bytes) -> str:
-        if not self._has_partial:
-            try:
-                return data.decode()
-            except UnicodeDecodeError:
-                pass  # a character is broken, most often by the border between two tokens
+    def _decode_partial(self, data: bytes) -> str:
         text = self._decoder.decode(data)
         self._has_partial = bool(self._decoder.getstate()[0])
         return text

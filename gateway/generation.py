@@ -5,24 +5,24 @@ Owns the text state. Knows neither JSON nor SSE.
 
 from __future__ import annotations
 
-import asyncio
-from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from gateway.detokenize import Detokenizer, OutputToken
 from gateway.output_parser import ParsedDelta
-from scheduler.errors import SchedulerError
-from scheduler.messages import Failed, Finished, FinishReason, Tokens
+from gateway.tools import CallDelta
+from scheduler.messages import Finished, FinishReason, Tokens
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from gateway.content_tokens import ContentSpans
     from gateway.model_files import ModelFiles
     from gateway.output_parser import OutputParser
     from gateway.preparation import PreparedChoice
-    from gateway.tools import CallDelta
     from scheduler.handle import RequestHandle
     from scheduler.messages import GenerateRequest, TokenEvent
     from scheduler.messages import Usage as SequenceUsage
@@ -32,8 +32,7 @@ FAILED = "failed"
 """Outcome of a sequence that could not be finished."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChoiceDelta:
+class ChoiceDelta(Struct, frozen=True, kw_only=True):
     """News of one choice."""
 
     index: int
@@ -142,8 +141,9 @@ class Choice:
         before = detokenizer.num_tokens
         delta = detokenizer.push(shown, event.logprobs)
         num_tokens = detokenizer.num_tokens - before
-        if self._think_ids is not None:
-            self._count_reasoning(shown[:num_tokens], self._think_ids)
+        think_ids = self._think_ids
+        if think_ids is not None and (self._in_thought or think_ids[0] in shown):
+            self._count_reasoning(shown[:num_tokens], think_ids)
         parsed = self._parse(delta.text)
         if detokenizer.stopped:
             self.finish_reason = FinishReason.STOP
@@ -218,6 +218,9 @@ class Generation:
         self.choices = tuple(choices)
         self._counts_reasoning = counts_reasoning
         self._handles: list[RequestHandle] = []
+        self._on_delta: Callable[[ChoiceDelta], object] | None = None
+        self._on_end: Callable[[Exception | None], object] | None = None
+        self._is_over = False
         try:
             leaders: dict[int, RequestHandle] = {}
             for choice in self.choices:
@@ -231,7 +234,8 @@ class Generation:
             raise
 
     def close(self) -> None:
-        """Cancel what still runs. Idempotent."""
+        """Cancel what still runs; nobody is told of anything any more. Idempotent."""
+        self._is_over = True
         for handle in self._handles:
             handle.cancel()
 
@@ -290,64 +294,42 @@ class Generation:
                 outcome=choice.finish_reason or unfinished,
             )
 
-    async def deltas(self) -> AsyncGenerator[ChoiceDelta]:
-        """Deltas of all choices as they come, empty ones included; ends when every choice has ended.
+    def start(
+        self,
+        on_delta: Callable[[ChoiceDelta], object],
+        on_end: Callable[[Exception | None], object],
+    ) -> None:
+        """Have the event loop give every delta, empty ones included, to `on_delta`, and at last call `on_end` once.
 
-        Raises the error of the first sequence that fails. Left early, nothing keeps running after `close`.
+        With None when every choice has ended; with the error of the first sequence that fails, or of `on_delta`, and
+        then nothing is left running.
         """
-        if len(self.choices) == 1:
-            # Most requests: no merging, and one generator less on the path of every token.
-            choice = self.choices[0]
-            async for event in self._handles[0]:
-                yield self._delta_of(choice, event)
-                if choice.ended:
-                    # By a stop string, perhaps: the sequence's own end may wait behind it.
-                    break
-        else:
-            async with aclosing(self._merged()) as events:
-                async for choice, event in events:
-                    yield self._delta_of(choice, event)
-        if not all(choice.ended for choice in self.choices):
-            raise SchedulerError("a sequence was given up without a reason")
+        self._on_delta, self._on_end = on_delta, on_end
+        for choice, handle in zip(self.choices, self._handles, strict=True):
+            handle.listen(partial(self._take, choice, handle))
 
-    def _delta_of(self, choice: Choice, event: TokenEvent) -> ChoiceDelta:
-        match event:
-            case Tokens():
+    def _take(self, choice: Choice, handle: RequestHandle, event: TokenEvent) -> None:
+        if self._is_over or choice.finish_reason is not None:
+            return
+        assert self._on_delta is not None
+        try:
+            if isinstance(event, Tokens):
                 delta = choice.accept(event)
                 if delta.finish_reason is not None:
-                    handle = self._handles[choice.index]
                     handle.cancel()
                     choice.engine_usage = handle.usage
-                return delta
-            case Finished():
-                return choice.finish(event)
-            case Failed():
+            elif isinstance(event, Finished):
+                delta = choice.finish(event)
+            else:
                 raise event.error
+            self._on_delta(delta)
+        except Exception as error:
+            self._end(error)
+            return
+        if delta.finish_reason is not None and all(choice.ended for choice in self.choices):
+            self._end(None)
 
-    async def _merged(self) -> AsyncGenerator[tuple[Choice, TokenEvent]]:
-        """Events of several handles, in the order in which they come."""
-        waiting: dict[asyncio.Task[TokenEvent | None], Choice] = {}
-        try:
-            for choice in self.choices:
-                waiting[self._next_event(choice)] = choice
-            while waiting:
-                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                # In the order of the choices, so that a run can be repeated.
-                for task in sorted(done, key=lambda task: waiting[task].index):
-                    choice = waiting.pop(task)
-                    event = task.result()
-                    if event is None:
-                        continue
-                    yield choice, event
-                    if not choice.ended:
-                        waiting[self._next_event(choice)] = choice
-        finally:
-            for task in waiting:
-                task.cancel()
-
-    def _next_event(self, choice: Choice) -> asyncio.Task[TokenEvent | None]:
-        return asyncio.create_task(_next_or_none(self._handles[choice.index]))
-
-
-async def _next_or_none(handle: RequestHandle) -> TokenEvent | None:
-    return await anext(handle, None)
+    def _end(self, error: Exception | None) -> None:
+        self.close()
+        assert self._on_end is not None
+        self._on_end(error)

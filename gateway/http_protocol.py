@@ -1,10 +1,10 @@
-"""uvicorn's HTTP protocol with two things that it lacks: a bound on headers, and a way to drop a connection."""
+"""uvicorn's HTTP protocol with a bound on headers, a way to drop a connection, and a way to write at once."""
 
 from __future__ import annotations
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from gateway.stream import ABORT
+from gateway.stream import ABORT, WRITE
 
 MAX_HEADER_BYTES = 64 * 1024
 
@@ -36,10 +36,19 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._in_headers = False
         super().on_headers_complete()
         self.scope[ABORT] = self.transport.abort  # pyright: ignore[reportGeneralTypeIssues]
+        self.scope[WRITE] = self._write_now  # pyright: ignore[reportGeneralTypeIssues]
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._in_headers, self._header_bytes = True, 0
+
+    def _write_now(self, data: bytes) -> bool:
+        """A WriteNow: a chunk of the transfer coding that uvicorn gives every answer without a length."""
+        if self.flow.write_paused:
+            return False
+        if data and not self.transport.is_closing():  # an empty chunk would end the body
+            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
     def _refuse(self) -> None:
         if not self.transport.is_closing():

@@ -55,7 +55,7 @@ class Metrics:
             ("outcome", "kind"),
             registry=self._registry,
         )
-        self._ttft = Histogram(
+        self.ttft = Histogram(
             "stratagate_time_to_first_token_seconds",
             "From the request's arrival to its first output token.",
             buckets=_TTFT_BUCKETS_S,
@@ -63,8 +63,8 @@ class Metrics:
         )
         self.recent = RecentTokens()
         """Of all endpoints together."""
-        self._per_token = _TokenCollector()
-        self._registry.register(self._per_token)
+        self.gaps = _TokenCollector()
+        self._registry.register(self.gaps)
         self._total = Histogram(
             "stratagate_request_seconds",
             "From the request's arrival to its last token.",
@@ -82,13 +82,6 @@ class Metrics:
 
     def prompt_accepted(self, num_tokens: int) -> None:
         self._prompt_tokens.inc(num_tokens)
-
-    def first_tokens(self, since_arrival_s: float, num_tokens: int) -> None:
-        self._ttft.observe(since_arrival_s)
-        self._per_token.num_tokens += num_tokens
-
-    def next_tokens(self, since_last_s: float, num_tokens: int) -> None:
-        self._per_token.observe(since_last_s / num_tokens, num_tokens)
 
     def request_took(self, seconds: float) -> None:
         self._total.observe(seconds)
@@ -162,12 +155,14 @@ class Meter:
         if self._allowance is not None:
             self._allowance.charge(num_tokens)
         now_s = self._now()
-        self._metrics.recent.add(now_s, num_tokens)
+        metrics = self._metrics
+        metrics.recent.add(now_s, num_tokens)
         if self._last_s is None:
-            self._metrics.first_tokens(now_s - self._arrived_s, num_tokens)
+            metrics.ttft.observe(now_s - self._arrived_s)
         else:
-            self._metrics.next_tokens(now_s - self._last_s, num_tokens)
+            metrics.gaps.observe((now_s - self._last_s) / num_tokens)
         self._last_s = now_s
+        metrics.gaps.num_tokens += num_tokens
 
     def ended(self, outcome: str) -> None:
         """Counts the request; only the first call does."""
@@ -196,8 +191,8 @@ class _TokenCollector(Collector):
         self._counts = [0] * (len(_GAP_BUCKETS_S) + 1)
         self._sum_s = 0.0
 
-    def observe(self, gap_s: float, num_tokens: int) -> None:
-        self.num_tokens += num_tokens
+    def observe(self, gap_s: float) -> None:
+        """Count the time of one delivery, by token."""
         self._counts[bisect_left(_GAP_BUCKETS_S, gap_s)] += 1
         self._sum_s += gap_s
 

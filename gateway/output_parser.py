@@ -6,9 +6,10 @@ newlines behind them, belong to the format, not to the text, and are dropped.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from gateway.detokenize import hold_from
 from gateway.tools import CALL_OPEN, CallDelta, CallParser
@@ -20,8 +21,7 @@ if TYPE_CHECKING:
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParsedDelta:
+class ParsedDelta(Struct, frozen=True, kw_only=True):
     """New text of each part, in the order in which the parts come."""
 
     reasoning: str = ""

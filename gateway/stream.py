@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Protocol
 
 import orjson
@@ -17,22 +17,27 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from sse_starlette.sse import SendTimeoutError
 
 from gateway.errors import TABLE, reply_for
+from gateway.generation import ChoiceDelta
 from gateway.replies import DONE, call_reply, frame, usage_reply
 from gateway.tools import merged_calls
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable
-
     from starlette.types import Receive, Scope, Send
 
     from gateway.errors import ErrorReply
-    from gateway.generation import ChoiceDelta, Generation
+    from gateway.generation import Generation
     from gateway.metrics import Meter
     from gateway.replies import JsonReply, LogprobWriter, ReplyHead
     from gateway.wire import StreamOptions
 
 ABORT = "stratagate.abort"
 """Scope key, where the server has one: drops the connection with all that is buffered for it."""
+
+WRITE = "stratagate.write"
+"""Scope key, where the server has one: the WriteNow of the connection, for the body of an answer that has begun."""
+
+WriteNow = Callable[[bytes], bool]
+"""Writes a piece of a body at once; False when the reader is behind, and then nothing of it was written."""
 
 _log = logging.getLogger("stratagate.stream")
 
@@ -148,6 +153,10 @@ class FrameWriter(Protocol):
         ...
 
 
+_SAMPLE = "sample"
+_SAMPLE_JSON = orjson.dumps(_SAMPLE)
+
+
 class ChunkFrames:
     """OpenAI's chunks."""
 
@@ -163,13 +172,19 @@ class ChunkFrames:
         self._delivery = delivery
         # The part of every chunk that does not change, up to the choices.
         self._prefix = b"data: " + orjson.dumps(head.head(chunks.kind))[:-1] + b',"choices":['
+        self._around: dict[int, tuple[bytes, bytes]] = {}
 
     def opening(self) -> bytes:
         opening = [self._chunks.opening(choice.index) for choice in self._generation.choices]
         return b"".join(self._chunk(choice) for choice in opening if choice is not None)
 
     def output(self, delta: ChoiceDelta) -> bytes:
-        data = self._chunk(self._chunks.output(delta)) if delta.has_output else b""
+        is_plain = delta.content and not (delta.reasoning or delta.calls or delta.tokens)
+        if is_plain and not self._delivery.continuous_usage:
+            before, after = self._around.get(delta.index) or self._around_text(delta.index)
+            data = b"%b%b%b" % (before, orjson.dumps(delta.content), after)
+        else:
+            data = self._chunk(self._chunks.output(delta)) if delta.has_output else b""
         if (finish_name := delta.finish_name) is not None:
             data += self._chunk(self._chunks.ending(delta.index, finish_name))
         return data
@@ -183,6 +198,13 @@ class ChunkFrames:
     def failure(self, reply: ErrorReply) -> bytes:
         return frame(reply.body()) + DONE
 
+    def _around_text(self, index: int) -> tuple[bytes, bytes]:
+        """What chunks of a choice that have nothing but content have before and behind it."""
+        sample = ChoiceDelta(index=index, content=_SAMPLE)
+        before, _, after = self._chunk(self._chunks.output(sample)).rpartition(_SAMPLE_JSON)
+        self._around[index] = before, after
+        return before, after
+
     def _chunk(self, choice: JsonReply) -> bytes:
         return b"%b%b]%b}\n\n" % (self._prefix, orjson.dumps(choice), self._usage_so_far())
 
@@ -193,37 +215,91 @@ class ChunkFrames:
         return b',"usage":null' if self._delivery.include_usage else b""
 
 
-class FrameStream:
-    """The SSE frames of one answer."""
+class FrameStream(AsyncIterator[bytes]):
+    """The SSE frames of one answer.
+
+    They are written with no task woken for them as long as the connection takes them; what it does not take is kept
+    for whoever iterates. Writing waits until every stream has made its frames of a window: system calls in between
+    would cost each of them a cold cache.
+    """
 
     def __init__(self, generation: Generation, writer: FrameWriter, meter: Meter) -> None:
         self._generation = generation
         self._writer = writer
         self._meter = meter
+        self._write: WriteNow | None = None
+        self._kept: list[bytes] = []
+        self._is_due = False
+        """The event loop will call `_flush`."""
+        self._is_taken = False
+        """What the iterator gave last is on its way: nothing may overtake it."""
+        self._is_over = False
+        self._news = asyncio.Event()
 
-    async def frames(self) -> AsyncGenerator[bytes, None]:
-        """Bytes to send, one or more whole frames at a time. Closed early, the sequences are cancelled."""
-        generation, writer, meter = self._generation, self._writer, self._meter
+    def start(self, write: WriteNow | None) -> None:
+        """Begin to make frames; without `write` all of them are kept."""
+        self._write = write
+        self._call_soon = asyncio.get_running_loop().call_soon
         try:
-            if first := writer.opening():
-                yield first
-            async with aclosing(generation.deltas()) as deltas:
-                async for delta in deltas:
-                    meter.delivered(delta.num_tokens)
-                    if data := writer.output(delta):
-                        yield data
-            meter.ended(generation.outcome)
-            yield writer.closing()
+            self._put(self._writer.opening())
+            self._generation.start(self._deliver, self._end)
         except Exception as error:
-            yield self._failure(error)
-        finally:
-            generation.close()
-            meter.ended("cancelled")
+            self._end(error)
+
+    def close(self) -> None:
+        """Cancel the sequences if they still run. Idempotent."""
+        self._generation.close()
+        self._meter.ended("cancelled")
+
+    async def __anext__(self) -> bytes:
+        """One or more whole frames."""
+        self._is_taken = False
+        while not self._kept:
+            if self._is_over:
+                raise StopAsyncIteration
+            self._news.clear()
+            await self._news.wait()
+        data = b"".join(self._kept)
+        self._kept.clear()
+        self._is_taken = True
+        return data
+
+    def _deliver(self, delta: ChoiceDelta) -> None:
+        self._meter.delivered(delta.num_tokens)
+        if data := self._writer.output(delta):
+            self._put(data)
+
+    def _end(self, error: Exception | None) -> None:
+        try:
+            if error is not None:
+                raise error
+            self._meter.ended(self._generation.outcome)
+            data = self._writer.closing()
+        except Exception as failure:
+            self._generation.close()
+            data = self._failure(failure)
+        self._is_over = True
+        self._put(data)
+
+    def _put(self, data: bytes) -> None:
+        self._kept.append(data)
+        if not self._is_due:
+            self._is_due = True
+            self._call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._is_due = False
+        if self._is_taken:
+            return  # the iterator comes back for the rest
+        if self._kept and self._write is not None and self._write(b"".join(self._kept)):
+            self._kept.clear()
+        if self._kept or self._is_over:
+            self._news.set()
 
     def _failure(self, error: Exception) -> bytes:
         reply = reply_for(error)
         if type(error) not in TABLE:
-            _log.exception("stream failed")
+            _log.error("stream failed", exc_info=error)
         self._meter.ended(reply.code or reply.type)
         return self._writer.failure(reply)
 
@@ -238,27 +314,27 @@ class FrameResponse(EventSourceResponse):
     def __init__(
         self,
         stream: FrameStream,
-        generation: Generation,
         *,
         keepalive_s: float,
         send_timeout_s: float,
         keep_alive: Callable[[], ServerSentEvent] | None = None,
     ) -> None:
         """keep_alive: what a silent stream says; a comment if not given."""
-        self._frames = stream.frames()
         super().__init__(  # pyright: ignore[reportUnknownMemberType] - a bare dict in its types
-            self._frames,
+            stream,
             ping=keepalive_s,
             ping_message_factory=keep_alive or _keep_alive,
             data_sender_callable=self._watch_sends,
             send_timeout=send_timeout_s,
             sep="\n",
         )
-        self._generation = generation
+        self._stream = stream
+        self._write: WriteNow | None = None
         self._send_timeout_s = send_timeout_s
         self._pending_since_s: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._write = scope.get(WRITE)
         try:
             await super().__call__(scope, receive, send)
         except SendTimeoutError:
@@ -267,8 +343,7 @@ class FrameResponse(EventSourceResponse):
             if abort := scope.get(ABORT):
                 abort()
         finally:
-            # Frames that were never asked for leave their generator's own clean-up unrun.
-            self._generation.close()
+            self._stream.close()
 
     async def _stream_response(self, send: Send) -> None:
         """The library's loop without its timer around each send."""
@@ -279,11 +354,11 @@ class FrameResponse(EventSourceResponse):
                 "headers": self.raw_headers,
             }
         )
-        async with aclosing(self._frames) as frames:
-            async for data in frames:
-                self._pending_since_s = time.monotonic()
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-                self._pending_since_s = None
+        self._stream.start(self._write)
+        async for data in self._stream:
+            self._pending_since_s = time.monotonic()
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+            self._pending_since_s = None
         # The lock keeps a keep-alive comment from coming behind the end.
         async with self._send_lock:
             self.active = False

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 
-from scheduler.messages import Failed, Finished, GenerateRequest, TokenEvent, Usage
+from scheduler.messages import GenerateRequest, TokenEvent, Tokens, Usage
 
 
 class RequestHandle(AsyncIterator[TokenEvent]):
@@ -58,7 +58,8 @@ class RequestHandle(AsyncIterator[TokenEvent]):
             return
         self._cancelled = True
         self._events.clear()
-        self._tell()
+        if self._notify is not None:
+            self._notify()
         self._on_cancel()
 
     def listen(self, on_event: Callable[[TokenEvent], None]) -> None:
@@ -94,14 +95,12 @@ class RequestHandle(AsyncIterator[TokenEvent]):
         """For the loop alone: deliver an event, unless the caller has left or the last one was delivered."""
         if self._cancelled or self.ended_s is not None:
             return
-        if isinstance(event, Finished | Failed):
+        if isinstance(event, Tokens):
+            if self.first_token_s is None:
+                self.first_token_s = now_s
+        else:
             self.ended_s = now_s
-        elif self.first_token_s is None:
-            self.first_token_s = now_s
         self._events.append(event)
-        self._tell()
-
-    def _tell(self) -> None:
         if self._notify is not None:
             self._notify()
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from scheduler.admission import PreemptionRules, WaitingQueue, pick_preempted, retry_after_s
 from scheduler.errors import DeadlineExceeded, EngineDead, Overloaded
 from scheduler.handle import RequestHandle
-from scheduler.messages import Failed, Finished, GenerateRequest, TokenEvent, Tokens
+from scheduler.messages import Failed, GenerateRequest, TokenEvent, Tokens
 from scheduler.parking import Parking
 from scheduler.prefill import ReadShare
 from scheduler.sequence import Phase, SequenceState
@@ -149,8 +149,9 @@ class Roster:
             self._park_ended(ended, broken_slots(plan, result).keys())
         if plan.chunks:
             self._share_prompts({chunk.slot for chunk in plan.chunks if chunk.is_last})
+        now = self._clock()
         for news in events:
-            self._publish(news.sequence, news.event)
+            self._tell(news.sequence, news.event, now)
 
     def fail_all(self, error: Exception) -> None:
         """Nobody here can go on."""
@@ -266,20 +267,21 @@ class Roster:
 
     def _publish(self, sequence: SequenceState, event: TokenEvent) -> None:
         """Tell the caller, unless it has left."""
+        self._tell(sequence, event, self._clock())
+
+    def _tell(self, sequence: SequenceState, event: TokenEvent, now_s: float) -> None:
         handle = self._handles.get(sequence.arrival)
         if handle is None:
             return
-        now = self._clock()
-        handle.publish(event, now)
-        match event:
-            case Tokens(token_ids=token_ids):
-                self._counters.completion_tokens += len(token_ids)
-            case Finished() | Failed():
-                del self._handles[sequence.arrival]
-                handle.usage = sequence.usage()
-                self._counters.outcomes[outcome_of(event)] += 1
-                if handle.started_s is not None:
-                    self._note_seat_time(now - handle.started_s)
+        handle.publish(event, now_s)
+        if isinstance(event, Tokens):
+            self._counters.completion_tokens += len(event.token_ids)
+            return
+        del self._handles[sequence.arrival]
+        handle.usage = sequence.usage()
+        self._counters.outcomes[outcome_of(event)] += 1
+        if handle.started_s is not None:
+            self._note_seat_time(now_s - handle.started_s)
 
     def _note_seat_time(self, seconds: float) -> None:
         keep = _SEAT_TIME_DECAY if self._mean_seat_s else 0.0

@@ -121,6 +121,8 @@ class Counters:
         self.window_s += seconds
         self.prompt_tokens += sum(len(chunk.token_ids) for chunk in plan.chunks)
         for tokens in result.tokens:
+            if tokens.num_drafted == 0:
+                continue
             for depth in range(tokens.num_drafted):
                 self.drafts_offered[depth] += 1
             for depth in range(tokens.num_accepted):

@@ -5,7 +5,7 @@ The loop owns the slots; `plan_window` only reads them, `apply_result` advances 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -173,11 +173,11 @@ def apply_result(
 
 def broken_slots(plan: WindowPlan, result: WindowResult) -> dict[int, str]:
     """The slots whose state cannot be trusted after this window, and why."""
-    produced = {tokens.slot for tokens in result.tokens}
-    sampled = [chunk.slot for chunk in plan.chunks if chunk.is_last]
-    sampled += [step.slot for step in plan.decodes]
-    silent = {slot: _NO_TOKENS for slot in sampled if slot not in produced}
-    return silent | {failure.slot: failure.message for failure in result.failures}
+    silent = {step.slot for step in plan.decodes}
+    silent |= {chunk.slot for chunk in plan.chunks if chunk.is_last}
+    silent -= {tokens.slot for tokens in result.tokens}
+    failed = {failure.slot: failure.message for failure in result.failures}
+    return dict.fromkeys(silent, _NO_TOKENS) | failed
 
 
 def _count_reading(table: SlotTable, plan: WindowPlan) -> None:
@@ -190,6 +190,8 @@ def _count_reading(table: SlotTable, plan: WindowPlan) -> None:
 
 def _count_step(sequence: SequenceState, step: DecodeStep, tokens: SlotTokens) -> None:
     sequence.num_steps += 1
+    if step.max_draft == 0:
+        return
     sequence.num_drafted_tokens += tokens.num_drafted
     sequence.num_accepted_tokens += min(tokens.num_accepted, len(tokens.token_ids))
     sequence.acceptance = _observed(sequence.acceptance, step, tokens)
@@ -203,11 +205,11 @@ def _observed(acceptance: Acceptance, step: DecodeStep, tokens: SlotTokens) -> A
 
 def _extend(table: SlotTable, slot: Slot, tokens: SlotTokens, events: list[SequenceEvent]) -> None:
     """Add a window's tokens to their sequence, and what its caller has to know to the events."""
-    sequence = slot.sequence
-    assert 0 < len(tokens.token_ids) <= sequence.num_wanted_tokens, "the engine overshot max_tokens"
-    sequence.output_ids += tokens.token_ids
+    sequence, token_ids = slot.sequence, tokens.token_ids
+    assert 0 < len(token_ids) <= sequence.num_wanted_tokens, "the engine overshot max_tokens"
+    sequence.output_ids += token_ids
     sequence.phase = Phase.DECODING
-    events.append(_event(sequence, Tokens(token_ids=tokens.token_ids, logprobs=tokens.logprobs)))
+    events.append(_event(sequence, Tokens(token_ids=token_ids, logprobs=tokens.logprobs)))
     reason = sequence.finish_reason()
     if reason is None:
         return
@@ -225,15 +227,16 @@ def measured(table: SlotTable, pace: Pace, plan: WindowPlan, result: WindowResul
     """The pace after one more window, whose result is not applied yet."""
     share = pace.share.after(result.times, has_decodes=bool(plan.decodes))
     produced = {tokens.slot: tokens for tokens in result.tokens}
-    stepped = [(step, produced[step.slot]) for step in plan.decodes if step.slot in produced]
+    stepped = [step for step in plan.decodes if step.slot in produced]
     if not stepped:
-        return replace(pace, share=share)
-    everyone, num_rows, num_draft_steps = pace.everyone, 0, 0
-    for step, tokens in stepped:
-        num_rows += 1 + tokens.num_drafted
+        return Pace(share=share, costs=pace.costs, everyone=pace.everyone)
+    everyone, num_rows, num_draft_steps = pace.everyone, len(stepped), 0
+    for step in stepped:
         if step.max_draft > 0:
-            everyone = _observed(everyone, step, tokens)
+            tokens = produced[step.slot]
+            num_rows += tokens.num_drafted
             num_draft_steps = max(num_draft_steps, min(step.max_draft, tokens.num_drafted + 1))
+            everyone = _observed(everyone, step, tokens)
     costs = pace.costs.observe(
         num_rows=num_rows,
         num_draft_steps=num_draft_steps,

@@ -51,7 +51,7 @@ async def test_a_response_that_cannot_even_begin_cancels_its_sequences() -> None
         StreamOptions(stream=True),
     )
     frames = FrameStream(generation, writer, Meter(Metrics(no_stats), "chat", lambda: 0.0))
-    response = FrameResponse(frames, generation, keepalive_s=10.0, send_timeout_s=10.0)
+    response = FrameResponse(frames, keepalive_s=10.0, send_timeout_s=10.0)
 
     async def send(message: Message) -> None:
         raise OSError("gone")
