@@ -58,8 +58,7 @@ class RequestHandle(AsyncIterator[TokenEvent]):
             return
         self._cancelled = True
         self._events.clear()
-        if self._notify is not None:
-            self._notify()
+        self._tell()
         self._on_cancel()
 
     def listen(self, on_event: Callable[[TokenEvent], None]) -> None:
@@ -67,20 +66,17 @@ class RequestHandle(AsyncIterator[TokenEvent]):
 
         The loop that publishes never runs it itself: the next window is on its way before this one's text is made.
         """
-        loop = asyncio.get_running_loop()
-
-        def notify() -> None:
-            self._notify = None
-            loop.call_soon(deliver)
+        events = self._events
 
         def deliver() -> None:
             self._notify = notify
-            while self._events:
-                on_event(self._events.popleft())
+            while events:
+                on_event(events.popleft())
 
+        notify = partial(asyncio.get_running_loop().call_soon, deliver)
         self._notify = notify
-        if self._events:
-            notify()
+        if events:
+            self._tell()
 
     async def __anext__(self) -> TokenEvent:
         while not self._events:
@@ -101,8 +97,14 @@ class RequestHandle(AsyncIterator[TokenEvent]):
         else:
             self.ended_s = now_s
         self._events.append(event)
-        if self._notify is not None:
-            self._notify()
+        if (notify := self._notify) is not None:
+            self._notify = None
+            notify()
+
+    def _tell(self) -> None:
+        if (notify := self._notify) is not None:
+            self._notify = None
+            notify()
 
 
 def _resolve(arrived: asyncio.Future[None]) -> None:

@@ -119,7 +119,12 @@ def _next_chunk(slot: Slot, rules: WindowRules) -> PrefillChunk:
 
 
 def _plan_decodes(decoding: tuple[Slot, ...], pace: Pace) -> tuple[DecodeStep, ...]:
-    bids = tuple([_draft_bid(slot.sequence, pace.everyone) for slot in decoding])
+    bids = tuple(
+        [
+            _draft_bid(slot.sequence, pace.everyone) if slot.sequence.max_draft else NO_DRAFTS
+            for slot in decoding
+        ]
+    )
     depths = choose_depths(bids, pace.costs)
     return tuple(
         [
@@ -130,11 +135,8 @@ def _plan_decodes(decoding: tuple[Slot, ...], pace: Pace) -> tuple[DecodeStep, .
 
 
 def _draft_bid(sequence: SequenceState, everyone: Acceptance) -> DraftBid:
-    cap = 0 if sequence.max_draft == 0 else sequence.draft_cap
-    if cap == 0:
-        return NO_DRAFTS
     return DraftBid(
-        cap=cap,
+        cap=sequence.draft_cap,
         survival=sequence.acceptance.survival(everyone),
         reach=sequence.acceptance.reach(everyone),
         explore=sequence.num_steps % EXPLORE_EVERY == 0,
@@ -166,7 +168,9 @@ def apply_result(
             events.append(_event(sequence, Failed(error=SlotFailed(broken[index]))))
         elif (tokens := produced.get(index)) is not None:
             if (step := steps.get(index)) is not None:
-                _count_step(sequence, step, tokens)
+                sequence.num_steps += 1
+                if step.max_draft > 0:
+                    _count_drafts(sequence, step, tokens)
             _extend(table, slot, tokens, events)
     return tuple(events)
 
@@ -188,10 +192,7 @@ def _count_reading(table: SlotTable, plan: WindowPlan) -> None:
         slot.sequence.num_passes = 0 if slot.index in picked else slot.sequence.num_passes + 1
 
 
-def _count_step(sequence: SequenceState, step: DecodeStep, tokens: SlotTokens) -> None:
-    sequence.num_steps += 1
-    if step.max_draft == 0:
-        return
+def _count_drafts(sequence: SequenceState, step: DecodeStep, tokens: SlotTokens) -> None:
     sequence.num_drafted_tokens += tokens.num_drafted
     sequence.num_accepted_tokens += min(tokens.num_accepted, len(tokens.token_ids))
     sequence.acceptance = _observed(sequence.acceptance, step, tokens)
@@ -206,10 +207,13 @@ def _observed(acceptance: Acceptance, step: DecodeStep, tokens: SlotTokens) -> A
 def _extend(table: SlotTable, slot: Slot, tokens: SlotTokens, events: list[SequenceEvent]) -> None:
     """Add a window's tokens to their sequence, and what its caller has to know to the events."""
     sequence, token_ids = slot.sequence, tokens.token_ids
-    assert 0 < len(token_ids) <= sequence.num_wanted_tokens, "the engine overshot max_tokens"
-    sequence.output_ids += token_ids
+    output_ids = sequence.output_ids
+    num_wanted = sequence.request.max_tokens - len(output_ids)
+    assert 0 < len(token_ids) <= num_wanted, "the engine overshot max_tokens"
+    output_ids += token_ids
     sequence.phase = Phase.DECODING
-    events.append(_event(sequence, Tokens(token_ids=token_ids, logprobs=tokens.logprobs)))
+    news = Tokens(token_ids=token_ids, logprobs=tokens.logprobs)
+    events.append(SequenceEvent(sequence=sequence, event=news))
     reason = sequence.finish_reason()
     if reason is None:
         return
