@@ -117,7 +117,7 @@ def encode(message: Message) -> bytes:
     return b"".join((_HEADER.pack(length), bytes((_TAGS[type(message)],)), body))
 
 
-def payload_length(header: bytes) -> int:
+def payload_length(header: bytes | bytearray) -> int:
     """How many bytes follow a frame's header."""
     (length,) = _HEADER.unpack(header)
     if not 1 <= length <= MAX_FRAME_BYTES:
@@ -125,7 +125,7 @@ def payload_length(header: bytes) -> int:
     return length
 
 
-def decode(payload: bytes) -> Message:
+def decode(payload: bytes | bytearray) -> Message:
     """The message of one frame's payload."""
     if not payload or payload[0] >= len(_TYPES):
         raise WireError(f"a frame of unknown kind {payload[:1].hex() or 'empty'}")
@@ -133,3 +133,25 @@ def decode(payload: bytes) -> Message:
         return _DECODERS[payload[0]].decode(memoryview(payload)[1:])
     except msgspec.DecodeError as error:
         raise WireError(f"a damaged {_TYPES[payload[0]].__name__} frame: {error}") from error
+
+
+class FrameReader:
+    """Bytes as they come from a socket to messages."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> list[Message]:
+        """The messages that are whole now. Raises WireError; nothing can be read after that."""
+        self._data += data
+        messages: list[Message] = []
+        start = 0
+        while len(self._data) >= start + HEADER_BYTES:
+            begin = start + HEADER_BYTES
+            end = begin + payload_length(self._data[start:begin])
+            if len(self._data) < end:
+                break
+            messages.append(decode(self._data[begin:end]))
+            start = end
+        del self._data[:start]
+        return messages

@@ -13,13 +13,14 @@ import signal
 import socket
 import sys
 import threading
+from collections import deque
 from typing import TYPE_CHECKING
 
 from engine.errors import PlanError
 from engine.fake import FakeEngine, FakeScript
 from engine.wire import (
-    HEADER_BYTES,
     Close,
+    FrameReader,
     Load,
     LoadFailed,
     LogLine,
@@ -28,9 +29,7 @@ from engine.wire import (
     RunWindow,
     WindowDone,
     WindowFailed,
-    decode,
     encode,
-    payload_length,
 )
 
 if TYPE_CHECKING:
@@ -39,6 +38,8 @@ if TYPE_CHECKING:
 
 EXIT_OK = 0
 EXIT_FAILED = 1
+
+_READ_BYTES = 2**16
 
 _PR_SET_PDEATHSIG = 1
 _LOG = logging.getLogger("engine.worker")
@@ -50,6 +51,8 @@ class Channel:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._send_lock = threading.Lock()
+        self._frames = FrameReader()
+        self._received: deque[Message] = deque()
 
     def send(self, message: Message) -> None:
         frame = encode(message)
@@ -58,20 +61,12 @@ class Channel:
 
     def receive(self) -> Message | None:
         """The next message, or None when the other side is gone."""
-        header = self._read(HEADER_BYTES)
-        if header is None:
-            return None
-        payload = self._read(payload_length(header))
-        return None if payload is None else decode(payload)
-
-    def _read(self, count: int) -> bytes | None:
-        received = bytearray()
-        while len(received) < count:
-            part = self._sock.recv(count - len(received))
-            if not part:
+        while not self._received:
+            data = self._sock.recv(_READ_BYTES)
+            if not data:
                 return None
-            received += part
-        return bytes(received)
+            self._received += self._frames.feed(data)
+        return self._received.popleft()
 
 
 class _ChannelLogHandler(logging.Handler):

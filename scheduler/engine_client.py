@@ -12,13 +12,14 @@ import os
 import signal
 import socket
 import sys
+from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import engine
 from engine.wire import (
-    HEADER_BYTES,
     Close,
+    FrameReader,
     Load,
     LoadFailed,
     LogLine,
@@ -29,9 +30,7 @@ from engine.wire import (
     WindowDone,
     WindowFailed,
     WireError,
-    decode,
     encode,
-    payload_length,
 )
 from scheduler.errors import EngineDead, EngineStartFailed
 from scheduler.supervisor import WindowRefused
@@ -61,8 +60,8 @@ async def launch_process(config: SchedulerConfig) -> ProcessLink:
             raise EngineStartFailed(f"cannot start the engine process: {error}") from error
         raise
     try:
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
-        pipe = _Pipe(process, reader, writer)
+        loop = asyncio.get_running_loop()
+        _, pipe = await loop.create_unix_connection(lambda: _Pipe(process), sock=ours)
     except BaseException:
         ours.close()
         _kill(process)
@@ -151,43 +150,64 @@ class ProcessLink:
         try:
             with contextlib.suppress(TimeoutError, EngineDead):
                 async with asyncio.timeout(timeout_s):
-                    await self._pipe.send(Close())
+                    self._pipe.send(Close())
                     await self._pipe.wait_dead()
         finally:
             await self._pipe.end()
 
 
-class _Pipe:
-    """Frames to and from one process."""
+class _Pipe(asyncio.Protocol):
+    """Frames to and from one process, one question at a time."""
 
-    def __init__(
-        self, process: Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    def __init__(self, process: Process) -> None:
         self.process = process
-        self._reader = reader
-        self._writer = writer
+        self._transport: asyncio.WriteTransport | None = None
+        self._frames = FrameReader()
+        self._messages: deque[Message] = deque()
+        self._fault: Exception | None = None
+        """Why nothing more can be read."""
+        self._news: asyncio.Future[None] | None = None
+        self._closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports do not inherit from asyncio's.
+        self._transport = cast("asyncio.WriteTransport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            messages = self._frames.feed(data)
+        except WireError as error:
+            self._fail(error)
+            return
+        for message in messages:
+            if isinstance(message, LogLine):
+                _ENGINE_LOG.log(message.level, "%s", message.text)
+            else:
+                self._messages.append(message)
+        if self._messages:
+            self._wake()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._fail(exc or ConnectionResetError("the socket was closed"))
+        if not self._closed.done():
+            self._closed.set_result(None)
 
     async def ask(self, message: ToEngine) -> Message:
         """Send, then wait for what is not a log line. Raises EngineDead when the process is gone."""
-        await self.send(message)
-        try:
-            while isinstance(answer := await self._receive(), LogLine):
-                _ENGINE_LOG.log(answer.level, "%s", answer.text)
-        except (OSError, asyncio.IncompleteReadError):
-            raise EngineDead(await self._cause_of_death()) from None
-        except WireError as error:
-            raise EngineDead(f"the engine process sent {error}") from error
-        return answer
+        self.send(message)
+        while not self._messages:
+            if isinstance(self._fault, WireError):
+                raise EngineDead(f"the engine process sent {self._fault}") from self._fault
+            if self._fault is not None:
+                raise EngineDead(await self._cause_of_death()) from None
+            self._news = asyncio.get_running_loop().create_future()
+            await self._news
+        return self._messages.popleft()
 
-    async def send(self, message: ToEngine) -> None:
-        try:
-            self._writer.write(encode(message))
-            await self._writer.drain()
-        except (
-            OSError,
-            RuntimeError,
-        ):  # RuntimeError: how uvloop says that the transport is closed
-            raise EngineDead(await self._cause_of_death()) from None
+    def send(self, message: ToEngine) -> None:
+        """Nothing that is sent to a process that is gone is missed: there will be no answer."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(encode(message))
 
     async def wait_dead(self) -> str:
         status = await self.process.wait()
@@ -198,16 +218,21 @@ class _Pipe:
     async def end(self) -> None:
         """Kill and reap the process, close the socket."""
         _kill(self.process)
-        self._writer.close()
+        if self._transport is not None:
+            self._transport.abort()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_REAP_S):
                 await self.process.wait()
-        with contextlib.suppress(OSError):
-            await self._writer.wait_closed()
+        if self._transport is not None:
+            await self._closed
 
-    async def _receive(self) -> Message:
-        length = payload_length(await self._reader.readexactly(HEADER_BYTES))
-        return decode(await self._reader.readexactly(length))
+    def _fail(self, fault: Exception) -> None:
+        self._fault = self._fault or fault
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
 
     async def _cause_of_death(self) -> str:
         try:

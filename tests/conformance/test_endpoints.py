@@ -208,7 +208,9 @@ async def test_defaults_of_the_model_apply(monkeypatch: pytest.MonkeyPatch) -> N
         seen = []
         submit = live.scheduler.submit
         monkeypatch.setattr(
-            live.scheduler, "submit", lambda request: (seen.append(request), submit(request))[1]
+            live.scheduler,
+            "submit",
+            lambda request, leader: (seen.append(request), submit(request, leader))[1],
         )
         defaults = default_files().defaults
         await complete(live, prompt="x")

@@ -29,6 +29,7 @@ from engine.wire import (
     HEADER_BYTES,
     MAX_FRAME_BYTES,
     Close,
+    FrameReader,
     Load,
     LoadFailed,
     LogLine,
@@ -162,3 +163,13 @@ def test_a_length_out_of_range_is_refused(length: int) -> None:
 def test_too_large_a_message_is_not_sent() -> None:
     with pytest.raises(WireError, match="LogLine"):
         encode(LogLine(level=0, text="x" * MAX_FRAME_BYTES))
+
+
+@given(data=st.data())
+def test_frames_are_read_however_the_bytes_are_cut(data: st.DataObject) -> None:
+    stream = b"".join(map(encode, MESSAGES))
+    cuts = data.draw(st.lists(st.integers(0, len(stream)), max_size=8).map(sorted))
+    reader, read = FrameReader(), list[Message]()
+    for begin, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+        read += reader.feed(stream[begin:end])
+    assert tuple(read) == tuple(MESSAGES)

@@ -121,8 +121,9 @@ async def test_a_process_that_cannot_be_killed_is_left_behind(
     monkeypatch.setattr(engine_client, "_REAP_S", 0.05)
     ours, theirs = socket.socketpair()
     with theirs:
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
-        pipe = engine_client._Pipe(cast("Process", Undead()), reader, writer)
+        loop = asyncio.get_running_loop()
+        undead = cast("Process", Undead())
+        _, pipe = await loop.create_unix_connection(lambda: engine_client._Pipe(undead), sock=ours)
         link = ProcessLink(pipe, INFO)
         waiting = asyncio.create_task(link.wait_dead())
         await asyncio.sleep(0.1)
