@@ -143,3 +143,29 @@ def test_logprobs_are_those_of_the_unprocessed_logits(
 def test_no_logprobs_unless_asked_for(models: Models) -> None:
     job = Job(prompt=tiny.text(NAME)[:9], num_tokens=4, max_draft=2)
     assert all(step.logprobs is None for step in generate(models.engine(NAME), job)[0].steps)
+
+
+@pytest.mark.parametrize(
+    "penalty",
+    [
+        SamplingParams(presence_penalty=200.0),
+        SamplingParams(frequency_penalty=200.0),
+        SamplingParams(repetition_penalty=100.0),
+    ],
+    ids=["presence", "frequency", "repetition"],
+)
+@pytest.mark.parametrize("max_draft", [0, 4])
+def test_penalties_see_every_token_of_a_chain(
+    models: Models, penalty: SamplingParams, max_draft: int
+) -> None:
+    """Ids of falling bias, each picked once: one that the penalties miss would come again."""
+    wanted = list(range(20, 37))
+    bias = tuple((token_id, 400.0 - 6 * i) for i, token_id in enumerate(wanted))
+    sampling = replace(penalty, temperature=0.0, logit_bias=bias)
+    prompt = [5, 6, 7]
+    run = generate(
+        models.engine(NAME),
+        Job(prompt=prompt, num_tokens=16, sampling=sampling, max_draft=max_draft),
+    )[0]
+    assert run.token_ids == wanted[:16]
+    assert [step.num_accepted for step in run.steps] == ([4, 4, 4] if max_draft else [0] * 15)
