@@ -18,6 +18,10 @@ class CacheConfig:
     """Of pages and checkpoints, those in use by running sequences included; 0 keeps nothing."""
     min_free_bytes: int = 512 * MIB
     """Nothing new is kept while the host has less free memory than this."""
+    disk_bytes: int = 8 * GIB
+    """Of conversation files, where the engine has a directory for them."""
+    resumes_decoded: bool = False
+    """Park the state that decoding has computed as well, and go on from it."""
     max_checkpoints: int = 6
     """Most checkpoints of one conversation, at least 2."""
     checkpoint_every_tokens: int = 16_384

@@ -25,6 +25,10 @@ class TokenPrefix:
     def first(self, num_tokens: int) -> TokenPrefix:
         return TokenPrefix(self.packed[: num_tokens * _ID_BYTES])
 
+    def between(self, start: int, end: int) -> bytes:
+        """The packed ids of positions [start, end)."""
+        return self.packed[start * _ID_BYTES : end * _ID_BYTES]
+
     def begins_with(self, other: TokenPrefix) -> bool:
         return self.packed.startswith(other.packed)
 

@@ -37,7 +37,7 @@ class Lease:
 
     owner: str
     tokens: TokenPrefix
-    """The whole prompt."""
+    """The whole prompt; behind `add_final` also what was decoded."""
     resumed: Checkpoint | None
     """None: nothing matched, the prompt is read from its start."""
     page_ids: tuple[int, ...]

@@ -83,6 +83,10 @@ class IdLedger:
         self._made.clear()
         self._dropped.clear()
 
+    def are_made(self, item_ids: Iterable[int]) -> bool:
+        """Whether the bytes of all these are there, or are being written."""
+        return self._made.issuperset(item_ids)
+
     def made_ids(self) -> frozenset[int]:
         """Ids whose bytes are there."""
         return frozenset(self._made)

@@ -77,6 +77,7 @@ class ConversationStore:
         self._checkpoints = IdLedger()
         self._parked: list[ParkedConversation] = []
         self._leases: set[Lease] = set()
+        self._news: list[ParkedConversation] = []
         self._now = 0
         self._floor = 0.0
         self._counts = _Counts()
@@ -145,6 +146,20 @@ class ConversationStore:
         lease.checkpoints.append(Checkpoint(position=position, checkpoint_id=checkpoint_id))
         return checkpoint_id
 
+    def add_final(self, lease: Lease, token_ids: Sequence[int]) -> int:
+        """A new id for the running state behind all of these tokens, the prompt and what was decoded. Raises StoreFull.
+
+        The lease is parked with these tokens then.
+        """
+        self._check(lease)
+        tokens = TokenPrefix.of(token_ids)
+        assert tokens.begins_with(lease.tokens)
+        self._make_room(self._sizes.checkpoint_bytes)
+        lease.tokens = tokens
+        checkpoint_id = self._checkpoints.create()
+        lease.checkpoints.append(Checkpoint(position=len(tokens), checkpoint_id=checkpoint_id))
+        return checkpoint_id
+
     def put(self, lease: Lease, *, keep: bool = False) -> tuple[NewPage, ...]:
         """Park the prompt up to the lease's last checkpoint and end the lease; with `keep` it goes on.
 
@@ -185,6 +200,61 @@ class ConversationStore:
         self._pages.release(suspended.page_ids)
         self._checkpoints.release((suspended.checkpoint_id,))
 
+    def take_news(self) -> tuple[ParkedConversation, ...]:
+        """What was parked since the last call and still is."""
+        news = tuple(parked for parked in self._news if parked in self._parked)
+        self._news.clear()
+        return news
+
+    def is_superseded(self, parked: ParkedConversation) -> bool:
+        """Whether it is not parked any more, or another one continues it."""
+        return parked not in self._parked or self._is_continued(parked)
+
+    def hold(self, parked: ParkedConversation) -> Lease:
+        """A lease that keeps the bytes of a parked conversation, whatever becomes of it in the store."""
+        return self._lease(
+            parked.owner,
+            parked.tokens,
+            resumed=None,
+            page_ids=parked.page_ids,
+            shared=list(parked.checkpoints),
+        )
+
+    def reserve(self, owner: str, tokens: TokenPrefix, positions: Sequence[int]) -> Lease:
+        """A lease on new ids for a conversation of these tokens, to be filled and then given to `adopt`.
+
+        positions: of its checkpoints, the last at the end of the tokens. Raises StoreFull.
+        """
+        num_pages = self._num_pages(len(tokens))
+        self._make_room(self._bytes(num_pages, len(positions)), num_conversations=1)
+        page_ids = tuple(page.page_id for page in self._create_pages(0, num_pages))
+        checkpoints = [
+            Checkpoint(position=position, checkpoint_id=self._checkpoints.create())
+            for position in positions
+        ]
+        lease = self._lease(owner, tokens, resumed=None, page_ids=page_ids, shared=checkpoints)
+        self._pages.release(page_ids)
+        self._checkpoints.release(checkpoint.checkpoint_id for checkpoint in checkpoints)
+        return lease
+
+    def adopt(self, lease: Lease) -> None:
+        """Park what a reserved lease was filled with, and end the lease. Raises StoreFull, with the lease ended."""
+        self._check(lease)
+        with lease:
+            if self._twin(lease.owner, lease.tokens) is not None:
+                return
+            self._make_room(0, num_conversations=1)
+            self._pages.retain(lease.page_ids)
+            self._checkpoints.retain(c.checkpoint_id for c in lease.checkpoints)
+            self._park(
+                ParkedConversation(
+                    owner=lease.owner,
+                    tokens=lease.tokens,
+                    checkpoints=tuple(lease.checkpoints),
+                    page_ids=lease.page_ids,
+                )
+            )
+
     def evict(self) -> ParkedConversation:
         """Forget the conversation that is worth least; at least one must be parked."""
         victim = choose_victim(self._candidate(i, c) for i, c in enumerate(self._parked))
@@ -206,6 +276,7 @@ class ConversationStore:
     def clear(self) -> None:
         """The engine's memory is gone: nothing is parked, and every lease has ended."""
         self._parked.clear()
+        self._news.clear()
         for lease in self._leases:
             lease.ended = True
         self._leases.clear()
@@ -259,9 +330,7 @@ class ConversationStore:
         if num_tokens <= lease.num_resumed_tokens:
             return ()
         tokens = lease.tokens.first(num_tokens)
-        twin = next(
-            (p for p in self._parked if p.owner == lease.owner and p.tokens == tokens), None
-        )
+        twin = self._twin(lease.owner, tokens)
         if twin is not None:
             self._touch(twin)
             return ()
@@ -280,10 +349,18 @@ class ConversationStore:
             checkpoints=tuple(lease.checkpoints),
             page_ids=shared + tuple(page.page_id for page in new_pages),
         )
+        self._park(parked)
+        return new_pages
+
+    def _park(self, parked: ParkedConversation) -> None:
         self._touch(parked)
         self._parked.append(parked)
+        self._news.append(parked)
         self._counts.parked += 1
-        return new_pages
+
+    def _twin(self, owner: str, tokens: TokenPrefix) -> ParkedConversation | None:
+        """The same, parked already."""
+        return next((p for p in self._parked if p.owner == owner and p.tokens == tokens), None)
 
     def _share(self, lease: Lease) -> tuple[int, ...]:
         """Swap the lease's checkpoints for equal ones that are parked; returns the full pages that can be shared with
@@ -370,17 +447,20 @@ class ConversationStore:
     def _candidate(self, index: int, parked: ParkedConversation) -> Candidate:
         return Candidate(
             index=index,
-            is_superseded=any(
-                other is not parked
-                and other.owner == parked.owner
-                and other.tokens.begins_with(parked.tokens)
-                for other in self._parked
-            ),
+            is_superseded=self._is_continued(parked),
             saved_tokens=parked.num_tokens,
             freed_bytes=self._freed_bytes(parked),
             num_uses=parked.num_uses,
             last_used=parked.last_used,
             floor=parked.floor,
+        )
+
+    def _is_continued(self, parked: ParkedConversation) -> bool:
+        return any(
+            other is not parked
+            and other.owner == parked.owner
+            and other.tokens.begins_with(parked.tokens)
+            for other in self._parked
         )
 
     def _freed_bytes(self, parked: ParkedConversation) -> int:

@@ -43,6 +43,8 @@ class EngineConfig:
     """Device memory that the expert cache leaves free; None: the default, lowered where no cache would fit."""
     ple_io: str = "ram"
     """Where the n-gram table is read from: ram, mmap (the page cache) or direct (the disk, past the page cache)."""
+    parked_dir: str | None = None
+    """Directory for conversation files; None keeps none."""
     exact: bool = True
     """Rows never depend on their company (product.md D3)."""
 

@@ -18,12 +18,14 @@ from torch import Tensor
 from engine.acceptance import accept
 from engine.config import EngineConfig, model_path, text_path
 from engine.errors import PlanError
+from engine.fingerprint import model_fingerprint
 from engine.grammar import Constraint, GrammarCompiler, GrammarError
 from engine.instruments import count_allocations
 from engine.interface import (
     PAGE_TOKENS,
     DecodeStep,
     EngineInfo,
+    FileDone,
     PlanItem,
     PrefillChunk,
     Resume,
@@ -39,6 +41,7 @@ from engine.interface import (
 from engine.loader import LoadedModel, ModelLoader
 from engine.memory_plan import SESSION, TIER_ONE, TIER_TWO, MemoryPlan, Step
 from engine.parked import CheckpointMark, ParkedStates
+from engine.parked_files import FileLayout, ParkedFiles
 from engine.sampling import Picker, PickRow, TokenHistory, limited, row_logprobs
 from engine.sources.opening import open_source, read_spec
 from engine.startup import StartupMarks, free_bytes, free_host_bytes
@@ -107,6 +110,7 @@ class TorchEngine:
         grammars: GrammarCompiler,
         info: EngineInfo,
         parked: ParkedStates,
+        files: ParkedFiles | None,
     ) -> None:
         self._spec = spec
         self._trunk = model.trunk
@@ -116,10 +120,13 @@ class TorchEngine:
         self._picker = picker
         self._grammars = grammars
         self._parked = parked
+        self._files = files
         self._info = replace(
             info,
             page_bytes=parked.page_bytes,
             checkpoint_bytes=parked.checkpoint_bytes,
+            keeps_files=files is not None,
+            files=() if files is None else files.kept,
         )
         self._device = state.device
         self._slots: list[SlotSequence | None] = [None] * info.num_slots
@@ -131,7 +138,9 @@ class TorchEngine:
         return self._info
 
     def close(self) -> None:
-        """Forget every sequence; memory goes with the process."""
+        """Forget every sequence and let go of the files; memory goes with the process."""
+        if self._files is not None:
+            self._files.close()
         self._slots = [None] * self._info.num_slots
         if self._experts is not None:
             self._experts.close()
@@ -184,7 +193,12 @@ class TorchEngine:
             draft_s=drafted - read,
             verify_s=time.perf_counter() - drafted,
         )
-        return WindowResult(tokens=tuple(tokens), failures=tuple(failures), times=times)
+        return WindowResult(
+            tokens=tuple(tokens),
+            failures=tuple(failures),
+            times=times,
+            files=self._finish_files(wait=plan.waits_for_files),
+        )
 
     # Checks
 
@@ -213,19 +227,23 @@ class TorchEngine:
             if not parked.has_page(page_id):
                 raise PlanError(f"page {page_id}: no such page is parked")
         for checkpoint_id in plan.drop_checkpoint_ids:
-            parked.mark(checkpoint_id)
+            if not parked.has_checkpoint(checkpoint_id):
+                raise PlanError(f"checkpoint {checkpoint_id}: no such checkpoint is parked")
         new_checkpoints = [s.checkpoint_id for s in plan.suspends]
+        new_checkpoints += [i for read in plan.reads for i in read.checkpoint_ids]
         new_checkpoints += [c.checkpoint_id for c in plan.chunks if c.checkpoint_id is not None]
         taken = [i for i in new_checkpoints if parked.has_checkpoint(i)]
         if taken or len(set(new_checkpoints)) != len(new_checkpoints):
             raise PlanError(f"checkpoints {new_checkpoints}: required new ids, each once")
         new_pages = [save.page_id for save in plan.saves]
+        new_pages += [i for read in plan.reads for i in read.page_ids]
         if len(set(new_pages)) != len(new_pages) or any(map(parked.has_page, new_pages)):
             raise PlanError(f"pages {new_pages}: required new ids, each once")
         parked.check_room(
             num_pages=len(new_pages) - len(plan.drop_page_ids),
             num_checkpoints=len(new_checkpoints) - len(plan.drop_checkpoint_ids),
         )
+        self._check_files(plan, frozenset(new_pages))
         for suspend in plan.suspends:
             sequence = self._sequence(suspend.slot)
             if len(sequence.ids) != sequence.num_computed + 1:
@@ -236,6 +254,31 @@ class TorchEngine:
                 raise PlanError(
                     f"slot {save.slot}: page {save.index} saved, required to begin below {computed} tokens"
                 )
+
+    def _check_files(self, plan: WindowPlan, new_pages: frozenset[int]) -> None:
+        if not (plan.writes or plan.reads or plan.drop_file_ids):
+            return
+        if self._files is None:
+            raise PlanError("file work, but there is no directory for conversation files")
+        for order in (*plan.writes, *plan.reads):
+            pages = -(-order.checkpoints[-1].position // PAGE_TOKENS)
+            if len(order.page_ids) != pages or len(order.checkpoint_ids) != len(order.checkpoints):
+                raise PlanError(
+                    f"file {order.file_id}: {len(order.page_ids)} pages and {len(order.checkpoint_ids)} checkpoints, "
+                    f"required {pages} and {len(order.checkpoints)}"
+                )
+        for order in plan.writes:
+            missing = [
+                i for i in order.page_ids if not self._parked.has_page(i) and i not in new_pages
+            ]
+            if missing:
+                raise PlanError(f"file {order.file_id}: pages {missing} are not parked")
+            for key, checkpoint_id in zip(order.checkpoints, order.checkpoint_ids, strict=True):
+                found = self._parked.mark(checkpoint_id).num_computed
+                if found != key.position:
+                    raise PlanError(
+                        f"file {order.file_id}: checkpoint {checkpoint_id} is at {found}, required {key.position}"
+                    )
 
     def _check_start(self, start: SlotStart) -> None:
         self._check_slot(start.slot)
@@ -369,6 +412,38 @@ class TorchEngine:
             self._save_checkpoint(suspend.checkpoint_id, suspend.slot)
         for save in plan.saves:
             self._parked.save_page(save.page_id, save.slot, save.index)
+        if self._files is not None:
+            self._begin_file_work(plan, self._files)
+
+    def _begin_file_work(self, plan: WindowPlan, files: ParkedFiles) -> None:
+        parked = self._parked
+        for file_id in plan.drop_file_ids:
+            files.delete(file_id)
+        for order in plan.writes:
+            cells = [parked.mark(i).num_draft_cells for i in order.checkpoint_ids]
+            memory = parked.memory(order.page_ids, order.checkpoint_ids)
+            files.write(order, cells, memory, parked.fence())
+        for order in plan.reads:
+            parked.reserve(order.page_ids, order.checkpoint_ids)
+            memory = parked.memory(order.page_ids, order.checkpoint_ids)
+            files.read(order, memory, parked.fence())
+
+    def _finish_files(self, *, wait: bool) -> tuple[FileDone, ...]:
+        """What was done; checkpoints that were read can be resumed from now on."""
+        if self._files is None:
+            return ()
+        finished = self._files.take_finished(wait=wait)
+        for one in finished:
+            if one.read is None:
+                continue
+            for checkpoint_id, mark in zip(one.read.checkpoint_ids, one.marks, strict=False):
+                self._parked.set_mark(
+                    checkpoint_id,
+                    CheckpointMark(
+                        num_computed=mark.key.position, num_draft_cells=mark.num_draft_cells
+                    ),
+                )
+        return tuple(one.done for one in finished)
 
     def _save_checkpoint(self, checkpoint_id: int, slot: int) -> None:
         sequence = self._sequence(slot)
@@ -683,8 +758,8 @@ def _logprobs(
 def load_engine(config: EngineConfig, *, rehearse: bool = False) -> TorchEngine:
     """Plan, check that the plan fits, load, and compare what is taken with the plan at each checkpoint.
 
-    rehearse: also read a prompt piece and run a window, to compare what they take. Raises ModelLoadError, PlanRefused
-    or PlanMismatch.
+    rehearse: also read a prompt piece and run a window, to compare what they take. Raises ModelLoadError, PlanRefused,
+    PlanMismatch or FilesUnusable.
     """
     began = time.perf_counter()
     path = model_path(config.model)
@@ -742,8 +817,10 @@ def load_engine(config: EngineConfig, *, rehearse: bool = False) -> TorchEngine:
         kernels=model.report.line(),
         load_s=time.perf_counter() - began,
         memory_plan=_plan_items(plan.memory, model, state),
+        kv_dtype=str(plan.kv_dtype).removeprefix("torch."),
     )
     directory = text_path(config.model)
+    parked = ParkedStates(state, max_bytes=config.max_parked_bytes)
     num_token_ids = min(spec.vocab_size, num_known_tokens(directory) or spec.vocab_size)
     engine = TorchEngine(
         spec=spec,
@@ -752,13 +829,30 @@ def load_engine(config: EngineConfig, *, rehearse: bool = False) -> TorchEngine:
         picker=Picker(num_token_ids),
         grammars=GrammarCompiler(directory, spec.vocab_size),
         info=info,
-        parked=ParkedStates(state, max_bytes=config.max_parked_bytes),
+        parked=parked,
+        files=_open_files(config, info, parked),
     )
     if rehearse:
         engine.rehearse(marks)
     if (line := low_memory_line(free_bytes(device), plan.cache)) is not None:
         _log.warning("%s", line)
     return engine
+
+
+def _open_files(config: EngineConfig, info: EngineInfo, parked: ParkedStates) -> ParkedFiles | None:
+    """The directory of conversation files, if there is to be one. Raises FilesUnusable."""
+    if config.parked_dir is None:
+        return None
+    decisive = (
+        *(torch.__version__, info.dtype, info.device.partition(":")[0], info.kernels),
+        *(info.kv_dtype, config.exact, info.chunk_tokens, info.max_context),
+    )
+    layout = FileLayout(
+        fingerprint=model_fingerprint(model_path(config.model), decisive),
+        block_bytes=parked.page_bytes,
+        blocks_per_checkpoint=parked.blocks_per_checkpoint,
+    )
+    return ParkedFiles(Path(config.parked_dir), layout)
 
 
 def _plan_items(plan: MemoryPlan, model: LoadedModel, state: SlotState) -> tuple[PlanItem, ...]:

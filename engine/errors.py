@@ -5,6 +5,7 @@ EngineError
  |    +-- WeightMismatch   a tensor is missing, left over, or of the wrong shape or dtype
  |    +-- ConfigMismatch   a config value is missing or out of range
  |    +-- ProfileMismatch  an expert profile is damaged or made for another model
+ +-- FilesUnusable         the directory of conversation files cannot be used
  +-- PlanRefused           the memory plan does not fit
  +-- PlanMismatch          what was allocated is not what was planned
  +-- InstrumentRefused     an instrument could only give plausible zeros
@@ -32,6 +33,10 @@ class ConfigMismatch(ModelLoadError):
 
 class ProfileMismatch(ModelLoadError):
     """An expert profile is damaged or of another geometry: the message gives file, found, required."""
+
+
+class FilesUnusable(EngineError):
+    """The directory of conversation files cannot be used: the message gives directory and reason."""
 
 
 class PlanRefused(EngineError):

@@ -21,7 +21,10 @@ from engine.interface import (
     PAGE_TOKENS,
     DecodeStep,
     EngineInfo,
+    FileDone,
+    KeptFile,
     PrefillChunk,
+    ReadFile,
     Resume,
     SamplingParams,
     SlotFailure,
@@ -31,6 +34,7 @@ from engine.interface import (
     WindowPlan,
     WindowResult,
     WindowTimes,
+    WriteFile,
 )
 
 
@@ -102,9 +106,16 @@ def expected_output(
 class FakeEngine:
     """Engine protocol over a FakeScript."""
 
-    def __init__(self, script: FakeScript, *, die: Callable[[int], NoReturn] = os._exit) -> None:
-        """`die` ends the process with a status."""
+    def __init__(
+        self,
+        script: FakeScript,
+        *,
+        die: Callable[[int], NoReturn] = os._exit,
+        files: FakeFiles | None = None,
+    ) -> None:
+        """`die` ends the process with a status; files: the directory for conversation files, None for none."""
         self._script = script
+        self._files = files
         self._die = die
         self._slots = [_FakeSlot() for _ in range(script.num_slots)]
         self._parked = _FakeParked()
@@ -129,6 +140,8 @@ class FakeEngine:
             kernels="scripted tokens",
             load_s=script.load_s,
             memory_plan=(),
+            keeps_files=files is not None,
+            files=() if files is None else files.kept(),
         )
 
     def run_window(self, plan: WindowPlan) -> WindowResult:
@@ -141,6 +154,7 @@ class FakeEngine:
         for fault in faults:
             self._fail(fault)
         self._check(plan)
+        done = () if self._files is None else self._files.take_done(self._parked)
         self._park(plan)
         for start in plan.starts:
             self._slots[start.slot] = _begun(start)
@@ -152,6 +166,7 @@ class FakeEngine:
             tokens=tuple(tokens for tokens in produced if tokens.slot not in broken),
             failures=tuple(self._break(t.slot) for t in produced if t.slot in broken),
             times=times,
+            files=done,
         )
 
     def parked_ids(self) -> tuple[frozenset[int], frozenset[int]]:
@@ -210,8 +225,10 @@ class FakeEngine:
     def _check_parking(self, plan: WindowPlan) -> None:
         parked = self._parked
         kept = [chunk.checkpoint_id for chunk in plan.chunks if chunk.checkpoint_id is not None]
-        new_checkpoints = [*(suspend.checkpoint_id for suspend in plan.suspends), *kept]
+        read = [i for order in plan.reads for i in order.checkpoint_ids]
+        new_checkpoints = [*(suspend.checkpoint_id for suspend in plan.suspends), *kept, *read]
         new_pages = [save.page_id for save in plan.saves]
+        new_pages += [i for order in plan.reads for i in order.page_ids]
         _check_ids("pages", plan.drop_page_ids, new_pages, parked.pages)
         _check_ids("checkpoints", plan.drop_checkpoint_ids, new_checkpoints, parked.checkpoints)
         num_slots = self._script.num_slots
@@ -237,6 +254,8 @@ class FakeEngine:
         cells = {slot: self._slots[slot].computed_ids() for slot in {s.slot for s in plan.saves}}
         for save in plan.saves:
             parked.pages[save.page_id] = cells[save.slot]
+        if self._files is not None:
+            self._files.begin(plan, parked)
 
     def _check_chunk(self, chunk: PrefillChunk, slot: _FakeSlot) -> None:
         where = f"chunk of slot {chunk.slot}"
@@ -388,9 +407,11 @@ class _FakeParked:
         if checkpoint is None or resume.checkpoint_id in plan.drop_checkpoint_ids:
             raise PlanError(f"{where}: checkpoint {resume.checkpoint_id} is not parked")
         ids = (*checkpoint.prompt_ids, *checkpoint.output_ids)
-        if resume.token_ids != ids or resume.num_output != len(checkpoint.output_ids):
-            raise PlanError(f"{where}: the checkpoint is of other tokens")
         computed = checkpoint.num_computed
+        goes_on = resume.token_ids == ids and resume.num_output == len(checkpoint.output_ids)
+        is_prompt = resume.token_ids == ids[:computed] and resume.num_output == 0
+        if not (goes_on or is_prompt):
+            raise PlanError(f"{where}: the checkpoint is of other tokens")
         if len(resume.page_ids) != -(-computed // PAGE_TOKENS):
             raise PlanError(f"{where}: {len(resume.page_ids)} pages for {computed} tokens")
         for index, page_id in enumerate(resume.page_ids):
@@ -399,6 +420,88 @@ class _FakeParked:
                 raise PlanError(f"{where}: page {page_id} is not parked")
             if self.pages[page_id][:end] != ids[:end]:
                 raise PlanError(f"{where}: page {page_id} is of other tokens")
+
+
+@dataclass(slots=True, kw_only=True)
+class FakeFile:
+    """A conversation file, as what its pages and checkpoints were computed from."""
+
+    kept: KeptFile
+    pages: tuple[tuple[int, ...], ...]
+    checkpoints: tuple[_FakeCheckpoint, ...]
+    is_damaged: bool = False
+
+
+class FakeFiles:
+    """A directory of conversation files, which outlives the engines that use it. Work takes until the next window."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, FakeFile] = {}
+        self.is_full = False
+        self._writes: list[WriteFile] = []
+        self._reads: list[ReadFile] = []
+
+    def kept(self) -> tuple[KeptFile, ...]:
+        """What a new engine finds; the work of the last one that was not done is lost."""
+        self._writes.clear()
+        self._reads.clear()
+        return tuple(file.kept for file in self.files.values())
+
+    def begin(self, plan: WindowPlan, parked: _FakeParked) -> None:
+        for file_id in plan.drop_file_ids:
+            if self.files.pop(file_id, None) is None:
+                raise PlanError(f"file {file_id}: no such file is deleted")
+        for order in plan.writes:
+            self._check(order, order.page_ids, order.checkpoint_ids)
+            self._writes.append(order)
+        for order in plan.reads:
+            self._check(order, order.page_ids, order.checkpoint_ids)
+            parked.pages |= dict.fromkeys(order.page_ids, ())
+            parked.checkpoints |= dict.fromkeys(order.checkpoint_ids, _UNREAD)
+            self._reads.append(order)
+
+    def take_done(self, parked: _FakeParked) -> tuple[FileDone, ...]:
+        done = [self._write(order, parked) for order in self._writes]
+        done += [self._read(order, parked) for order in self._reads]
+        self._writes.clear()
+        self._reads.clear()
+        return tuple(done)
+
+    def _check(
+        self,
+        order: WriteFile | ReadFile,
+        page_ids: Collection[int],
+        checkpoint_ids: Collection[int],
+    ) -> None:
+        pages = -(-order.checkpoints[-1].position // PAGE_TOKENS)
+        if len(page_ids) != pages or len(checkpoint_ids) != len(order.checkpoints):
+            raise PlanError(f"file {order.file_id}: pages or checkpoints do not fit the positions")
+
+    def _write(self, order: WriteFile, parked: _FakeParked) -> FileDone:
+        """The ids must have been kept until now."""
+        checkpoints = tuple(parked.checkpoints[i] for i in order.checkpoint_ids)
+        if [c.num_computed for c in checkpoints] != [key.position for key in order.checkpoints]:
+            raise PlanError(f"file {order.file_id}: checkpoints of other positions are written")
+        if not self.is_full:
+            self.files[order.file_id] = FakeFile(
+                kept=KeptFile(file_id=order.file_id, num_bytes=1, checkpoints=order.checkpoints),
+                pages=tuple(parked.pages[i] for i in order.page_ids),
+                checkpoints=checkpoints,
+            )
+        return FileDone(file_id=order.file_id, is_write=True, ok=not self.is_full)
+
+    def _read(self, order: ReadFile, parked: _FakeParked) -> FileDone:
+        file = self.files.get(order.file_id)
+        is_good = file is not None and not file.is_damaged
+        if file is not None and is_good:
+            parked.pages |= zip(order.page_ids, file.pages, strict=False)
+            parked.checkpoints |= zip(order.checkpoint_ids, file.checkpoints, strict=False)
+        else:
+            self.files.pop(order.file_id, None)
+        return FileDone(file_id=order.file_id, is_write=False, ok=is_good)
+
+
+_UNREAD = _FakeCheckpoint(prompt_ids=(), output_ids=())
 
 
 def _begun(start: SlotStart) -> _FakeSlot:

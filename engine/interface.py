@@ -173,17 +173,76 @@ class SavePage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeptCheckpoint:
+    """A checkpoint of a conversation file: its position, and a digest of the owner and all tokens before it."""
+
+    position: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptFile:
+    """A conversation file that is there."""
+
+    file_id: str
+    num_bytes: int
+    checkpoints: tuple[KeptCheckpoint, ...]
+    """By position; empty: it was written for another model, or by another version, and can only be deleted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteFile:
+    """Write parked state to a new file, beside the windows. Until the answer, its ids must not be dropped."""
+
+    file_id: str
+    checkpoints: tuple[KeptCheckpoint, ...]
+    checkpoint_ids: tuple[int, ...]
+    page_ids: tuple[int, ...]
+    """All positions up to the last checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadFile:
+    """Read the beginning of a file to new ids, beside the windows. Until the answer they must not be used or dropped.
+
+    Whatever the answer is, the ids are there then and must be dropped some time.
+    """
+
+    file_id: str
+    checkpoints: tuple[KeptCheckpoint, ...]
+    """The file's first ones."""
+    checkpoint_ids: tuple[int, ...]
+    page_ids: tuple[int, ...]
+    """All positions up to the last of these checkpoints."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileDone:
+    """A file was written or read, or could not be: then it is not there any more."""
+
+    file_id: str
+    is_write: bool
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WindowPlan:
     """One call's work. A slot appears at most once in chunks + decodes.
 
-    In this order: parked pages and checkpoints are dropped, sequences suspended, pages saved, sequences started, chunks
-    read one after the other, each by itself, and all decodes run as one batch.
+    In this order: parked pages and checkpoints are dropped, sequences suspended, pages saved, file work begun,
+    sequences started, chunks read one after the other, each by itself, and all decodes run as one batch. File work is
+    done in the order given (deleted, written, read), and behind that of earlier windows.
     """
 
     drop_page_ids: tuple[int, ...] = ()
     drop_checkpoint_ids: tuple[int, ...] = ()
     suspends: tuple[Suspend, ...] = ()
     saves: tuple[SavePage, ...] = ()
+    drop_file_ids: tuple[str, ...] = ()
+    writes: tuple[WriteFile, ...] = ()
+    reads: tuple[ReadFile, ...] = ()
+    waits_for_files: bool = False
+    """There is nothing else to do: return when some file work is done, or after a moment."""
     starts: tuple[SlotStart, ...] = ()
     chunks: tuple[PrefillChunk, ...] = ()
     decodes: tuple[DecodeStep, ...] = ()
@@ -235,6 +294,8 @@ class WindowResult:
     tokens: tuple[SlotTokens, ...]
     failures: tuple[SlotFailure, ...]
     times: WindowTimes
+    files: tuple[FileDone, ...] = ()
+    """File work that was done since the last window."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,6 +334,10 @@ class EngineInfo:
     """Host bytes of a parked page."""
     checkpoint_bytes: int = 0
     """Host bytes of a parked checkpoint."""
+    keeps_files: bool = False
+    """Whether there is a directory for conversation files."""
+    files: tuple[KeptFile, ...] = ()
+    """What is in it; those used longest ago come first."""
 
 
 class Engine(Protocol):

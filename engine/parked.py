@@ -8,9 +8,10 @@ together are all that a sequence is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -67,6 +68,11 @@ class ParkedStates:
         return self._blocks_per_checkpoint * self._arena.block_bytes
 
     @property
+    def blocks_per_checkpoint(self) -> int:
+        """Of page_bytes each."""
+        return self._blocks_per_checkpoint
+
+    @property
     def held_bytes(self) -> int:
         """Host memory that is taken, used or not."""
         return self._arena.held_bytes
@@ -78,6 +84,30 @@ class ParkedStates:
     def check_room(self, *, num_pages: int, num_checkpoints: int) -> None:
         """Raises PlanError unless so many more fit; what goes at the same time counts as less than none."""
         self._arena.check_room(num_pages + num_checkpoints * self._blocks_per_checkpoint)
+
+    def memory(
+        self, page_ids: Iterable[int], checkpoint_ids: Iterable[int]
+    ) -> tuple[memoryview, ...]:
+        """The blocks of pages and checkpoints as the host sees them; `fence` says when they are good."""
+        pages = (self._pages[page_id] for page_id in page_ids)
+        checkpoints = (self._checkpoints[checkpoint_id] for checkpoint_id in checkpoint_ids)
+        blocks = chain.from_iterable(chain(pages, checkpoints))
+        return tuple(block.numpy().data for block in blocks)
+
+    def fence(self) -> Callable[[], None]:
+        """A call, from any thread, that returns when all copies issued so far are done."""
+        return self._lane.fence()
+
+    def reserve(self, page_ids: Iterable[int], checkpoint_ids: Iterable[int]) -> None:
+        """New pages and checkpoints without content; a checkpoint can be loaded once it has its mark."""
+        for page_id in page_ids:
+            self._pages[page_id] = self._arena.take(1)
+        for checkpoint_id in checkpoint_ids:
+            self._checkpoints[checkpoint_id] = self._arena.take(self._blocks_per_checkpoint)
+
+    def set_mark(self, checkpoint_id: int, mark: CheckpointMark) -> None:
+        """The content of a reserved checkpoint is there."""
+        self._marks[checkpoint_id] = mark
 
     def save_page(self, page_id: int, slot: int, index: int) -> None:
         """Copy the slot's cells [index * PAGE_TOKENS, ...) to a new page."""
@@ -102,7 +132,7 @@ class ParkedStates:
         return self._marks[checkpoint_id]
 
     def mark(self, checkpoint_id: int) -> CheckpointMark:
-        """Counters of a checkpoint. Raises PlanError if there is none."""
+        """Counters of a checkpoint. Raises PlanError if there is none, or none with content."""
         if checkpoint_id not in self._marks:
             raise PlanError(f"checkpoint {checkpoint_id}: no such checkpoint is parked")
         return self._marks[checkpoint_id]
@@ -113,7 +143,7 @@ class ParkedStates:
 
     def has_checkpoint(self, checkpoint_id: int) -> bool:
         """Whether a checkpoint is parked."""
-        return checkpoint_id in self._marks
+        return checkpoint_id in self._checkpoints
 
     def drop_page(self, page_id: int) -> None:
         """Forget a page."""
@@ -122,7 +152,7 @@ class ParkedStates:
     def drop_checkpoint(self, checkpoint_id: int) -> None:
         """Forget a checkpoint."""
         self._arena.give_back(self._checkpoints.pop(checkpoint_id))
-        del self._marks[checkpoint_id]
+        self._marks.pop(checkpoint_id, None)
 
     def _cells(self, slot: int, index: int) -> list[Tensor]:
         """Of one page: few parts, each spread over the slot's memory."""

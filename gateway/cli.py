@@ -23,6 +23,7 @@ from gateway.config import (
     MAX_DRAIN_S,
     MAX_PREFILL,
     MAX_QUEUE,
+    RESUMES,
     ServeOptions,
     choice,
     count,
@@ -34,6 +35,7 @@ from gateway.config import (
 )
 from gateway.errors import ConfigError
 from gateway.model_commands import add_model_commands
+from scheduler.config import CacheConfig
 from scheduler.messages import MAX_SLOTS, MAX_SPEC
 
 if TYPE_CHECKING:
@@ -268,6 +270,32 @@ def serve(
             "MIB",
         ),
     ] = _DEFAULTS.conversation_cache_min_free_mib,
+    conversation_cache_dir: Annotated[
+        Path | None,
+        _option(
+            "--conversation-cache-dir",
+            "Directory in which conversations outlive the server; left out: memory alone.",
+            metavar="DIR",
+        ),
+    ] = None,
+    conversation_cache_disk_mib: Annotated[
+        int | None,
+        _option(
+            "--conversation-cache-disk-mib",
+            f"Most that their files may take; left out: {CacheConfig().disk_bytes >> 20}.",
+            count(1, MAX_CACHE_MIB),
+            "MIB",
+        ),
+    ] = None,
+    resume: Annotated[
+        str,
+        _option(
+            "--resume",
+            "exact reads the last answer again; fast goes on from its decoding, and texts may differ in near-ties.",
+            choice(RESUMES),
+            "NAME",
+        ),
+    ] = _DEFAULTS.resume,
     drain_s: Annotated[
         float,
         _option(
@@ -328,6 +356,9 @@ def serve(
                 conversation_cache_slots=conversation_cache_slots,
                 conversation_cache_mib=conversation_cache_mib,
                 conversation_cache_min_free_mib=conversation_cache_min_free_mib,
+                conversation_cache_dir=conversation_cache_dir,
+                conversation_cache_disk_mib=conversation_cache_disk_mib,
+                resume=resume,
                 drain_s=drain_s,
                 log_level=log_level,
                 log_format=log_format,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -30,6 +31,7 @@ _MIB = 2**20
 _CACHE = CacheConfig()
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
+RESUMES = ("exact", "fast")
 DTYPES = ("auto", "float32", "bfloat16")
 KV_TYPES = ("auto", "fp32", "bf16", "int8")
 _KEY_NAME_LIMIT = 64
@@ -108,6 +110,10 @@ class ServeOptions:
     conversation_cache_slots: int = _CACHE.max_conversations
     conversation_cache_mib: int = _CACHE.capacity_bytes // _MIB
     conversation_cache_min_free_mib: int = _CACHE.min_free_bytes // _MIB
+    conversation_cache_dir: Path | None = None
+    conversation_cache_disk_mib: int | None = None
+    """None: the default, where there is a directory."""
+    resume: str = "exact"
     drain_s: float = 30.0
     log_level: str = "info"
     log_format: str = "text"
@@ -149,6 +155,7 @@ def load_config(options: ServeOptions) -> AppConfig:
                 chunk_tokens=options.prefill,
                 max_draft=0 if options.no_mtp else _first(options.spec, MAX_SPEC),
                 max_parked_bytes=options.conversation_cache_mib * _MIB,
+                parked_dir=_parked_dir(options),
             ),
             max_queue=options.max_queue,
             spec_min_p=options.spec_min_p,
@@ -156,7 +163,14 @@ def load_config(options: ServeOptions) -> AppConfig:
                 max_conversations=options.conversation_cache_slots,
                 capacity_bytes=options.conversation_cache_mib * _MIB,
                 min_free_bytes=options.conversation_cache_min_free_mib * _MIB,
+                disk_bytes=(
+                    _CACHE.disk_bytes
+                    if options.conversation_cache_disk_mib is None
+                    else options.conversation_cache_disk_mib * _MIB
+                ),
+                resumes_decoded=options.resume == "fast",
             ),
+            owner_identities=_owner_identities(keys),
         ),
     )
 
@@ -179,6 +193,33 @@ def _model(options: ServeOptions) -> str:
             f"--pack must be a directory with an index.txt; found {shorten(options.pack)!r}"
         )
     return next(iter(given.values()), DEFAULT_MODEL)
+
+
+def _parked_dir(options: ServeOptions) -> str | None:
+    directory = options.conversation_cache_dir
+    if directory is None:
+        if options.conversation_cache_disk_mib is not None:
+            raise ConfigError(
+                "--conversation-cache-disk-mib limits the files in --conversation-cache-dir, which is not given"
+            )
+        return None
+    if not options.conversation_cache_slots or not options.conversation_cache_mib:
+        raise ConfigError(
+            "--conversation-cache-dir keeps what is parked in memory as well, but --conversation-cache-slots or "
+            "--conversation-cache-mib is 0"
+        )
+    return str(directory.absolute())
+
+
+def _owner_identities(keys: tuple[ApiKey, ...]) -> tuple[tuple[str, str], ...]:
+    """One-way digests of all the secrets that each name stands for."""
+    secrets: dict[str, list[str]] = {}
+    for key in keys:
+        secrets.setdefault(key.name, []).append(key.secret)
+    return tuple(
+        (name, blake2b("\n".join(sorted(found)).encode(), digest_size=32).hexdigest())
+        for name, found in secrets.items()
+    )
 
 
 def _first(value: int | None, default: int) -> int:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
     from gateway.limits import Allowance
-    from scheduler.stats import SchedulerStats, StoreStats
+    from scheduler.stats import DiskStats, SchedulerStats, StoreStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -233,9 +233,23 @@ class _SchedulerCollector(Collector):
         )
         if stats.parking is not None:
             yield from _parking(stats.parking)
+        if stats.disk is not None:
+            yield from _disk(stats.disk)
         yield _by_depth("drafts_offered", "Drafts that were verified.", totals.drafts_offered)
         yield _by_depth("drafts_accepted", "Drafts that were kept.", totals.drafts_accepted)
         yield _outcomes(stats)
+
+
+def _disk(files: DiskStats) -> Iterator[Metric]:
+    yield _gauge("disk_conversations", "Conversations that have files.", files.num_files)
+    yield _gauge("disk_bytes", "Bytes of these files.", files.num_bytes)
+    yield _gauge("disk_bytes_limit", "Most bytes of these files.", files.capacity_bytes)
+    yield _counter("disk_written", "Conversation files written.", files.written)
+    yield _counter("disk_hits", "Conversations read back from files.", files.hits)
+    yield _counter("disk_evictions", "Conversation files deleted for others.", files.evictions)
+    yield _counter(
+        "disk_failures", "Files that could not be written, or were refused.", files.failures
+    )
 
 
 def _parking(store: StoreStats) -> Iterator[Metric]:

@@ -57,6 +57,8 @@ class SchedulerConfig:
     max_passes: int = 4
     """A prompt that others overtook at so many chunk boundaries goes next."""
     cache: CacheConfig = field(default_factory=CacheConfig)
+    owner_identities: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    """(owner, one-way digest of its keys): on disk, conversations belong to keys, since names can change hands."""
     preempt_wait_s: float = 10.0
     """A request that waited so long for a slot may get that of a decoding one, which is kept and goes on later."""
     preempt_run_s: float = 10.0

@@ -62,7 +62,7 @@ class SchedulerLoop:
     async def _run_while_busy(self) -> None:
         roster = self._roster
         while True:
-            roster.follow_engine(self._engine.generation)
+            roster.follow_engine(self._engine.generation, self._engine.kept_files)
             roster.give_up_overdue()
             roster.seat_waiting()
             plan = roster.plan()

@@ -8,20 +8,24 @@ of a suspended sequence is kept for that sequence alone. Orders to the engine ri
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cache.entry import TokenPrefix
 from cache.errors import StoreFull
 from cache.store import BlockSizes, ConversationStore, StoreStats
 from engine.interface import PAGE_TOKENS, PrefillChunk, Resume, SavePage, Suspend, WindowPlan
+from scheduler.disk_tier import DiskTier
 from scheduler.prefill import is_cut
 
 if TYPE_CHECKING:
     from cache.config import CacheConfig
+    from cache.disk import DiskStats
     from cache.lease import Lease
-    from engine.interface import EngineInfo
+    from engine.interface import EngineInfo, FileDone, KeptFile
     from scheduler.sequence import SequenceState
     from scheduler.slots import Slot, SlotTable
 
@@ -49,9 +53,13 @@ class Parking:
         info: EngineInfo,
         *,
         turn_token_id: int | None,
+        identities: Mapping[str, str],
         free_bytes: Callable[[], int | None] | None = None,
     ) -> None:
-        """free_bytes: free memory of the host, None where that is unknown."""
+        """identities: SchedulerConfig.owner_identities.
+
+        free_bytes: free memory of the host, None where that is unknown.
+        """
         self._config = config
         self._chunk_tokens = info.chunk_tokens
         self._turn_token_id = turn_token_id
@@ -64,6 +72,10 @@ class Parking:
                 checkpoint_bytes=info.checkpoint_bytes,
             ),
         )
+        self._identities = identities
+        self._disk: DiskTier | None = None
+        if info.keeps_files and config.is_enabled:
+            self._disk = DiskTier(config, info, self._store, self._identity_of)
         self._tenants: dict[int, _Tenant] = {}
         self._saves: list[SavePage] = []
         self._saves_per_window = _SAVES_PER_WINDOW
@@ -79,6 +91,22 @@ class Parking:
     def stats(self) -> StoreStats:
         return self._store.stats()
 
+    def disk_stats(self) -> DiskStats | None:
+        return None if self._disk is None else self._disk.stats()
+
+    def fetch(self, sequence: SequenceState) -> None:
+        """The sequence waits for its first slot: begin to read from disk what memory does not have."""
+        prompt_ids = sequence.request.prompt_ids
+        if self._disk is not None and self._has_memory():
+            self._disk.fetch(
+                sequence, TokenPrefix.of(prompt_ids), partial(self._may_resume_at, prompt_ids)
+            )
+
+    def files_done(self, results: Iterable[FileDone]) -> None:
+        """What the engine has written and read."""
+        if self._disk is not None:
+            self._disk.done(results)
+
     def seated(self, sequence: SequenceState) -> None:
         """The sequence has got a slot: from where it goes on."""
         if not self._config.is_enabled:
@@ -92,12 +120,7 @@ class Parking:
         lease = self._store.take(
             sequence.request.owner,
             prompt_ids,
-            may_resume_at=lambda position: is_cut(
-                prompt_ids,
-                position,
-                chunk_tokens=self._chunk_tokens,
-                turn_token_id=self._turn_token_id,
-            ),
+            may_resume_at=partial(self._may_resume_at, prompt_ids),
             wanted_checkpoints=wanted,
         )
         self._tenants[sequence.arrival] = _Tenant(lease=lease, wanted=wanted)
@@ -111,7 +134,10 @@ class Parking:
             )
 
     def left(self, slot: Slot) -> None:
-        """The sequence is over and the engine's slot is as it left it: park its prompt up to the last checkpoint."""
+        """The sequence is over and the engine's slot is as it left it: park its prompt up to the last checkpoint.
+
+        Where decoded state may be resumed, all of a sequence that ended by itself.
+        """
         tenant = self._tenants.pop(slot.sequence.arrival, None)
         if tenant is None:
             return
@@ -132,6 +158,8 @@ class Parking:
 
     def _park(self, slot: Slot, lease: Lease, *, keep: bool = False) -> None:
         try:
+            if self._config.resumes_decoded and not keep:
+                self._add_decoded(slot, lease)
             new_pages = self._store.put(lease, keep=keep)
         except StoreFull as error:
             _LOG.info("not parked: %s", error)
@@ -139,6 +167,19 @@ class Parking:
         self._saves += (
             SavePage(slot=slot.index, page_id=page.page_id, index=page.index) for page in new_pages
         )
+
+    def _add_decoded(self, slot: Slot, lease: Lease) -> None:
+        """A checkpoint behind everything that the sequence computed, if there is room."""
+        sequence = slot.sequence
+        if sequence.cancelled or sequence.finish_reason() is None:
+            return
+        computed = (*sequence.request.prompt_ids, *sequence.output_ids[:-1])
+        try:
+            checkpoint_id = self._store.add_final(lease, computed)
+        except StoreFull as error:
+            _LOG.debug("no checkpoint of what was decoded: %s", error)
+            return
+        self._suspends.append(Suspend(slot=slot.index, checkpoint_id=checkpoint_id))
 
     def forget(self, sequence: SequenceState) -> None:
         """The sequence is over and nothing of it may be kept, or nothing is left to keep."""
@@ -171,8 +212,12 @@ class Parking:
         What is resumed must have been written by an earlier window; if it was not, the orders go alone, first.
         """
         self._forget_dead_orders()
+        news = self._store.take_news()
+        if self._disk is not None:
+            self._disk.note(news)
         if plan is None:
-            return self._with_orders(WindowPlan(), self._due(())) if self.has_orders else None
+            alone = self._with_orders(WindowPlan(), self._due(()))
+            return None if alone == WindowPlan() else alone
         if self._is_early(plan):
             return self._with_orders(WindowPlan(), len(self._saves))
         if plan.chunks:
@@ -193,6 +238,8 @@ class Parking:
         store = self._store
         store.pages.undo(made=_written_pages(plan), dropped=plan.drop_page_ids)
         store.checkpoints.undo(made=_written_checkpoints(plan), dropped=plan.drop_checkpoint_ids)
+        if self._disk is not None:
+            self._disk.refused(plan)
         store.evict_all()
 
     def was_refused(self, sequence: SequenceState) -> bool:
@@ -202,9 +249,11 @@ class Parking:
         ids = _written_checkpoints(self._sent)
         return suspended is not None and suspended.checkpoint_id in ids
 
-    def clear(self) -> None:
-        """The engine's memory is gone, and every sequence with it."""
+    def clear(self, files: tuple[KeptFile, ...]) -> None:
+        """The engine's memory is gone, and every sequence with it; the next one has found these files."""
         self._store.clear()
+        if self._disk is not None:
+            self._disk.clear(files)
         self._tenants.clear()
         self._saves.clear()
         self._suspends.clear()
@@ -212,6 +261,8 @@ class Parking:
     def check_integrity(self, live: Set[int]) -> None:
         """Raises AssertionError unless the books balance; live: arrivals of the sequences with state to keep."""
         self._store.check_integrity()
+        if self._disk is not None:
+            self._disk.check_integrity()
         strangers = self._tenants.keys() - live
         assert not strangers, f"state of sequences {sorted(strangers)} that are over"
         assert all(not tenant.lease.ended for tenant in self._tenants.values()), "a lost lease"
@@ -271,8 +322,39 @@ class Parking:
             self._suspends.clear()
         if plan.chunks or plan.suspends:
             store.checkpoints.mark_made(_written_checkpoints(plan))
+        if self._disk is not None and self._disk.is_busy:
+            plan = self._with_files(plan, self._disk)
         self._sent = plan
         return plan
+
+    def _with_files(self, plan: WindowPlan, disk: DiskTier) -> WindowPlan:
+        orders = disk.orders()
+        is_idle = not (plan.chunks or plan.decodes or self._saves)
+        plan = replace(
+            plan,
+            drop_file_ids=orders.drop_file_ids,
+            writes=orders.writes,
+            reads=orders.reads,
+            waits_for_files=is_idle and disk.is_busy,
+        )
+        for order in plan.reads:
+            self._store.pages.mark_made(order.page_ids)
+            self._store.checkpoints.mark_made(order.checkpoint_ids)
+        return plan
+
+    def _may_resume_at(self, prompt_ids: tuple[int, ...], position: int) -> bool:
+        """Where reading goes on exactly as if all had been read; anywhere, when decoded state may be resumed."""
+        return self._config.resumes_decoded or is_cut(
+            prompt_ids,
+            position,
+            chunk_tokens=self._chunk_tokens,
+            turn_token_id=self._turn_token_id,
+        )
+
+    def _identity_of(self, owner: str) -> bytes:
+        """All that must agree besides tokens and model: whose it is, and how prompts are cut."""
+        rule = f"{self._turn_token_id} {self._chunk_tokens} {self._config.resumes_decoded}"
+        return f"{rule} {self._identities.get(owner, f'name {owner}')}".encode()
 
     def _checkpoint_positions(self, prompt_ids: tuple[int, ...]) -> frozenset[int]:
         return checkpoint_positions(
@@ -358,10 +440,13 @@ def _after_suspension(lease: Lease, sequence: SequenceState) -> Resume:
 
 
 def _written_pages(plan: WindowPlan) -> tuple[int, ...]:
-    return tuple(save.page_id for save in plan.saves)
+    read = (page_id for order in plan.reads for page_id in order.page_ids)
+    return (*(save.page_id for save in plan.saves), *read)
 
 
 def _written_checkpoints(plan: WindowPlan) -> tuple[int, ...]:
     kept = (chunk.checkpoint_id for chunk in plan.chunks)
     suspended = (suspend.checkpoint_id for suspend in plan.suspends)
-    return (*suspended, *(checkpoint_id for checkpoint_id in kept if checkpoint_id is not None))
+    read = (checkpoint_id for order in plan.reads for checkpoint_id in order.checkpoint_ids)
+    written = (checkpoint_id for checkpoint_id in kept if checkpoint_id is not None)
+    return (*suspended, *written, *read)

@@ -29,8 +29,9 @@ from scheduler.window import (
 )
 
 if TYPE_CHECKING:
+    from cache.disk import DiskStats
     from cache.store import StoreStats
-    from engine.interface import EngineInfo, WindowPlan, WindowResult
+    from engine.interface import EngineInfo, KeptFile, WindowPlan, WindowResult
     from scheduler.config import SchedulerConfig
 
 _SEAT_TIME_DECAY = 0.9
@@ -55,7 +56,12 @@ class Roster:
             run_s=config.preempt_run_s,
             max_times=config.max_preemptions,
         )
-        self._parking = Parking(config.cache, info, turn_token_id=config.turn_token_id)
+        self._parking = Parking(
+            config.cache,
+            info,
+            turn_token_id=config.turn_token_id,
+            identities=dict(config.owner_identities),
+        )
         self._generation: int | None = None
         self._pace = Pace(share=ReadShare(decode_share=config.decode_share))
         self._waiting = WaitingQueue(config.max_queue)
@@ -93,6 +99,7 @@ class Roster:
         self._counters.submitted += 1
         self._handles[sequence.arrival] = handle
         self._waiting.add(sequence)
+        self._parking.fetch(sequence)
         return handle
 
     def give_up_overdue(self) -> None:
@@ -137,6 +144,7 @@ class Roster:
 
     def apply(self, plan: WindowPlan, result: WindowResult, seconds: float) -> None:
         """Take in a window's result and tell the callers."""
+        self._parking.files_done(result.files)
         if not plan.chunks and not plan.decodes:
             return
         self._counters.count_window(plan, result, seconds)
@@ -173,13 +181,13 @@ class Roster:
         self.fail_seated(error)
         self._parking.refused()
 
-    def follow_engine(self, generation: int) -> None:
-        """Forget what was in an engine that is gone."""
+    def follow_engine(self, generation: int, files: tuple[KeptFile, ...] = ()) -> None:
+        """Forget what was in an engine that is gone; files: what this one has found on disk."""
         if self._generation not in (None, generation):
             error = EngineDead("the engine that held the sequence is gone")
             self.fail_seated(error)
             self._fail_waiting([s for s in self._waiting if s.output_ids], error)
-            self._parking.clear()
+            self._parking.clear(files)
         self._generation = generation
 
     @property
@@ -191,6 +199,9 @@ class Roster:
 
     def parking_stats(self) -> StoreStats:
         return self._parking.stats()
+
+    def disk_stats(self) -> DiskStats | None:
+        return self._parking.disk_stats()
 
     def slot_views(self) -> tuple[SlotView, ...]:
         taken = {slot.index: slot.sequence for slot in self._table}

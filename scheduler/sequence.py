@@ -51,6 +51,8 @@ class SequenceState:
     """... and the first so many of them were not read for this request."""
     resume: Resume | None = None
     """What its next start begins from."""
+    is_fetching: bool = False
+    """It waits for parked state to come from disk, and takes no slot meanwhile."""
     waiting_since_s: float = 0.0
     seated_at_s: float = 0.0
     num_suspensions: int = 0
@@ -75,9 +77,11 @@ class SequenceState:
 
     @property
     def is_held(self) -> bool:
-        """Whether it still waits for its leader's reading."""
+        """Whether it waits for more than a slot: for its leader's reading, or for what comes from disk."""
         leader = self.leader
-        return leader is not None and leader.phase is not Phase.ENDED and not leader.output_ids
+        if leader is not None and leader.phase is not Phase.ENDED and not leader.output_ids:
+            return True
+        return self.is_fetching
 
     @property
     def num_computed_tokens(self) -> int:

@@ -138,6 +138,7 @@ class Scheduler:
             slots=() if roster is None else roster.slot_views(),
             totals=Counters().snapshot() if roster is None else roster.totals(),
             parking=None if roster is None else roster.parking_stats(),
+            disk=None if roster is None else roster.disk_stats(),
             engine_state=self.engine_state,
             restarts=0 if self._engine is None else self._engine.restarts,
             draining=self._drained_by_s is not None,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from cache.disk import DiskStats
 from cache.store import StoreStats
 from engine.interface import MAX_SPEC, WindowPlan, WindowResult
 from scheduler.errors import DeadlineExceeded, EngineDead, SlotFailed
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Counters",
+    "DiskStats",
     "EngineState",
     "Outcome",
     "SchedulerStats",
@@ -96,6 +98,8 @@ class SchedulerStats:
     totals: Totals
     parking: StoreStats | None
     """None before the first engine is ready."""
+    disk: DiskStats | None
+    """None without a directory for conversation files."""
     engine_state: EngineState
     restarts: int
     draining: bool

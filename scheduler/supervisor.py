@@ -17,7 +17,7 @@ from scheduler.errors import EngineDead, EngineStartFailed
 from scheduler.stats import EngineState
 
 if TYPE_CHECKING:
-    from engine.interface import EngineInfo, WindowPlan, WindowResult
+    from engine.interface import EngineInfo, KeptFile, WindowPlan, WindowResult
     from scheduler.config import SupervisionConfig
 
 _LOG = logging.getLogger(__name__)
@@ -81,6 +81,11 @@ class EngineSupervisor:
         """Of the engine loaded last."""
         self.started: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         """The first engine's info, or EngineStartFailed."""
+
+    @property
+    def kept_files(self) -> tuple[KeptFile, ...]:
+        """Conversation files that the engine has found when it was loaded."""
+        return () if self.info is None else self.info.files
 
     @property
     def retry_after_s(self) -> float:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from random import Random
 
+from engine.fake import FakeEngine, FakeFiles, FakeScript
 from engine.interface import Engine, SamplingParams, WindowPlan
 from scheduler.config import CacheConfig, SchedulerConfig
 from scheduler.handle import RequestHandle
@@ -75,12 +76,20 @@ class Server:
         self.engine = engine
         self.clock = FakeClock()
         self.roster = Roster(config, engine.info, self.clock)
+        self._generation = 1
         self.roster.follow_engine(1)
         self._held = held
 
     @property
     def is_idle(self) -> bool:
         return not self.roster.num_waiting and not list(self.roster._table)
+
+    def restart(self, engine: Engine, held: Callable[[], object] | None = None) -> None:
+        """Go on with another engine."""
+        self.engine = engine
+        self._held = held
+        self._generation += 1
+        self.roster.follow_engine(self._generation, engine.info.files)
 
     def ask(self, request: GenerateRequest, leader: Asked | None = None) -> Asked:
         handle = self.roster.admit(request, None if leader is None else leader.handle)
@@ -140,6 +149,9 @@ class Seen:
     evictions: int = 0
     preemptions: int = 0
     refused: int = 0
+    from_disk: int = 0
+    refused_files: int = 0
+    restarts: int = 0
 
 
 def random_config(rng: Random, engine: Engine) -> SchedulerConfig:
@@ -157,6 +169,7 @@ def random_config(rng: Random, engine: Engine) -> SchedulerConfig:
             min_free_bytes=0,
             min_shared_tokens=rng.choice([8, 1000]),
             checkpoint_every_tokens=rng.choice([info.chunk_tokens, 4096]),
+            disk_bytes=20_000 + unit * rng.choice([2, 400]),
         ),
         preempt_wait_s=rng.choice([0.0, 0.3]),
         preempt_run_s=rng.choice([0.0, 0.2]),
@@ -167,12 +180,23 @@ def random_config(rng: Random, engine: Engine) -> SchedulerConfig:
 class Schedule:
     """One random run of a server."""
 
-    def __init__(self, engine: Engine, texts: Texts, rng: Random, solo: Solo) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        texts: Texts,
+        rng: Random,
+        solo: Solo,
+        files: FakeFiles | None = None,
+    ) -> None:
+        """files: what a scripted engine keeps on disk."""
+        self.files = files
+        self.restarts = 0
         self.texts = texts
         self.rng = rng
         self.solo = solo
         self.config = random_config(rng, engine)
-        self.server = Server(engine, self.config, solo.held)
+        held = engine.parked_ids if isinstance(engine, FakeEngine) else None
+        self.server = Server(engine, self.config, held)
         self.server.roster._parking._saves_per_window = rng.choice([1, 64])
         self.everyone: list[Asked] = []
         self.cancelled = 0
@@ -189,11 +213,15 @@ class Schedule:
                 chosen.handle.cancel()
             if rng.random() < 0.03:
                 self.server.evict()
+            if self.files is not None:
+                self.disturb_files(self.files)
             for _ in range(rng.randrange(4)):
                 self.server.run_window()
             for asked in self.everyone:
                 if not asked.handle.cancelled:
                     asked.read()
+        while self.server.run_window():
+            pass  # conversations that are still to be written
         for asked in self.everyone:
             self.check(asked)
         self.count(seen)
@@ -207,6 +235,18 @@ class Schedule:
             sampling = replace(request.sampling, seed=10 + number)
             other = replace(request, request_id=f"{request.request_id}-{number}", sampling=sampling)
             self.everyone.append(self.server.ask(other, leader))
+
+    def disturb_files(self, files: FakeFiles) -> None:
+        """The engine dies while it rests, a file is damaged, the disk is full for a while."""
+        rng = self.rng
+        if self.server.is_idle and rng.random() < 0.1:
+            engine = FakeEngine(self.solo.script, files=files)
+            self.server.restart(engine, engine.parked_ids)
+            self.restarts += 1
+        if files.files and rng.random() < 0.02:
+            rng.choice(list(files.files.values())).is_damaged = True
+        if rng.random() < 0.05:
+            files.is_full = not files.is_full
 
     def next_request(self) -> GenerateRequest:
         """The next turn of a conversation that has an answer, the same again, or a new one."""
@@ -266,14 +306,20 @@ class Schedule:
         seen.evictions += stats.evictions
         seen.refused += stats.refused
         seen.preemptions += self.server.roster.totals().preemptions
+        seen.restarts += self.restarts
+        disk = self.server.roster.disk_stats()
+        if disk is not None:
+            seen.from_disk += disk.hits
+            seen.refused_files += disk.failures
 
 
 class Solo:
     """What each request gives alone on a server that parks nothing; asked once each."""
 
-    def __init__(self, engine: Engine, held: Callable[[], object] | None = None) -> None:
+    def __init__(self, engine: Engine, script: FakeScript | None = None) -> None:
+        """script: of a scripted engine."""
         self.engine = engine
-        self.held = held
+        self.script = script or FakeScript()
         self._known: dict[object, tuple[int, ...]] = {}
 
     def tokens(self, request: GenerateRequest, turn_token_id: int | None) -> tuple[int, ...]:

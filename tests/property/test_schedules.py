@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from engine.engine import load_engine
-from engine.fake import FakeEngine, FakeScript
+from engine.fake import FakeEngine, FakeFiles, FakeScript
 from engine.interface import SamplingParams
 from scheduler.config import CacheConfig, SchedulerConfig
 from tests.factories import make_request
@@ -32,13 +32,28 @@ TEXTS = Texts(vocab_size=40, system_tokens=70, user_tokens=40, max_tokens=30, ma
 def test_scripted_tokens_do_not_depend_on_the_schedule(group: int) -> None:
     """Many schedules of many requests, where the engine checks every id and every page it is told to use."""
     engine = FakeEngine(SCRIPT)
-    solo = Solo(engine, engine.parked_ids)
+    solo = Solo(engine, SCRIPT)
     seen = Seen()
     for seed in range(6):
         Schedule(engine, TEXTS, Random(1000 * group + seed), solo).run(15, seen)
         assert engine.parked_ids() == (frozenset(), frozenset())
     assert seen.cached > 300
     assert min(seen.cancelled, seen.evictions, seen.preemptions, seen.refused) > 0
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("group", range(3))
+def test_scripted_tokens_do_not_depend_on_what_comes_from_disk(group: int) -> None:
+    """Memory holds few conversations; engines die, files are damaged and the disk is full at times."""
+    solo = Solo(FakeEngine(SCRIPT), SCRIPT)
+    seen = Seen()
+    for seed in range(8):
+        files = FakeFiles()
+        engine = FakeEngine(SCRIPT, files=files)
+        schedule = Schedule(engine, TEXTS, Random(5000 + 1000 * group + seed), solo, files)
+        schedule.run(20, seen)
+    assert min(seen.from_disk, seen.refused_files, seen.restarts) > 2, seen
+    assert seen.cached > 300
 
 
 MODEL_TEXTS = Texts(vocab_size=131, system_tokens=40, user_tokens=12, max_tokens=10, max_prompt=150)
