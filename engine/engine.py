@@ -267,6 +267,7 @@ class TorchEngine:
                     f"file {order.file_id}: {len(order.page_ids)} pages and {len(order.checkpoint_ids)} checkpoints, "
                     f"required {pages} and {len(order.checkpoints)}"
                 )
+        suspended = {suspend.checkpoint_id: suspend.slot for suspend in plan.suspends}
         for order in plan.writes:
             missing = [
                 i for i in order.page_ids if not self._parked.has_page(i) and i not in new_pages
@@ -274,7 +275,10 @@ class TorchEngine:
             if missing:
                 raise PlanError(f"file {order.file_id}: pages {missing} are not parked")
             for key, checkpoint_id in zip(order.checkpoints, order.checkpoint_ids, strict=True):
-                found = self._parked.mark(checkpoint_id).num_computed
+                if checkpoint_id in suspended:
+                    found = self._sequence(suspended[checkpoint_id]).num_computed
+                else:
+                    found = self._parked.mark(checkpoint_id).num_computed
                 if found != key.position:
                     raise PlanError(
                         f"file {order.file_id}: checkpoint {checkpoint_id} is at {found}, required {key.position}"

@@ -243,3 +243,14 @@ def test_a_models_fingerprint_is_of_its_weights_and_of_how_it_is_run(tmp_path: P
     assert model_fingerprint(weights, ("float32",)) == before
     weights.write_bytes(bytes([1]) * 300_000)
     assert model_fingerprint(tmp_path, ("float32",)) != before
+
+
+def test_the_fingerprint_of_a_file_is_of_its_shards_too(tmp_path: Path) -> None:
+    first, second = (tmp_path / f"m-0000{i}-of-00002.gguf" for i in (1, 2))
+    first.write_bytes(b"a")
+    second.write_bytes(b"b")
+    before = model_fingerprint(first, ())
+    (tmp_path / "n-00001-of-00002.gguf").write_bytes(b"other")
+    assert model_fingerprint(first, ()) == before
+    second.write_bytes(b"c")
+    assert model_fingerprint(first, ()) != before

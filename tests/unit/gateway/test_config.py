@@ -61,6 +61,10 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[AppConfig]:
         (["--conversation-cache-slots", "-1"], ["--conversation-cache-slots", "0 to 100000"]),
         (["--conversation-cache-mib", "1e3"], ["--conversation-cache-mib", "1e3"]),
         (["--conversation-cache-min-free-mib", "NaN"], ["--conversation-cache-min-free-mib"]),
+        (["--conversation-cache-dir", "d", "--conversation-cache-mib", "0"], ["-mib is 0"]),
+        (["--conversation-cache-disk-mib", "5"], ["--conversation-cache-dir", "not given"]),
+        (["--conversation-cache-disk-mib", "0"], ["--conversation-cache-disk-mib", "1 to"]),
+        (["--resume", "quick"], ["--resume", "exact, fast", "quick"]),
         (["--threads", "0"], ["--threads"]),
         (["--device", "tpu"], ["--device", "tpu", "cuda"]),
         (["--device", "cuda:x"], ["--device"]),
@@ -213,3 +217,31 @@ def test_a_gguf_file_or_a_pack_is_the_model(started: list[AppConfig], tmp_path: 
         assert runner.invoke(cli.app, ["serve", option, value]).exit_code == 0
         assert started[-1].scheduler.engine.model == value
         assert started[-1].gateway.served_model_name is None
+
+
+def test_conversations_on_disk_belong_to_keys(tmp_path: Path) -> None:
+    """A name that gets another key is somebody else; the key itself goes no further than its digest."""
+    file = tmp_path / "keys"
+    found: list[dict[str, str]] = []
+    for secret in ("sk-one", "sk-two"):
+        file.write_text(f"ann:{secret}\nbob:sk-bob\nbob:sk-bobs-other\n", encoding="utf-8")
+        config = load_config(ServeOptions(api_key_file=file)).scheduler
+        assert secret not in repr(config)
+        found.append(dict(config.owner_identities))
+    assert found[0].keys() == {"ann", "bob"}
+    assert found[0]["bob"] == found[1]["bob"]
+    assert found[0]["ann"] != found[1]["ann"]
+    assert all(len(digest) == 64 for digest in found[0].values())
+
+
+def test_options_of_the_disk_tier(started: list[AppConfig], tmp_path: Path) -> None:
+    arguments = ["--conversation-cache-dir", str(tmp_path), "--resume", "fast"]
+    runner.invoke(cli.app, ["serve", *arguments])
+    runner.invoke(cli.app, ["serve", *arguments, "--conversation-cache-disk-mib", "3"])
+    runner.invoke(cli.app, ["serve"])
+    assert [config.scheduler.engine.parked_dir for config in started] == [
+        *[str(tmp_path)] * 2,
+        None,
+    ]
+    assert [config.scheduler.cache.disk_bytes >> 20 for config in started] == [8192, 3, 8192]
+    assert [config.scheduler.cache.resumes_decoded for config in started] == [True, True, False]
