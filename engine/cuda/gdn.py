@@ -47,11 +47,12 @@ class GdnWeights:
 def _heads(
     projected, conv, decay, dt_bias, history, qkv, gates, row_slots, starts,
     K: tl.constexpr, V: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, P: tl.constexpr, OVERLAP: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, P: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """Grid (rows, 2*K + V): one head of q, k or v each, convolved, and q and k of unit length: qkv fp32 [R, C].
 
-    Keeps the row's convolution inputs; a value head also gives its gates fp32 [R, V, 2]: decay factor and beta.
+    Keeps the row's convolution inputs; a value head also gives its gates fp32 [R, V, 2]: decay factor and beta. With
+    CHUNK it keeps nothing and gives the decay's logarithm.
     """
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -72,7 +73,7 @@ def _heads(
         new = tl.load(own + back * ROW + channel, mask=inside & (j + back >= 0), other=0.0)
         factor = tl.load(conv + tap * C + channel, mask=inside, other=0.0)
         total += (old.to(tl.float32) + new.to(tl.float32)) * factor.to(tl.float32)
-        if back == 0:
+        if back == 0 and not CHUNK:
             tl.store(past + (WIDTH - 1 + j) * C, new, mask=inside)
     total = total.to(tl.bfloat16).to(tl.float32)
     value = (total * sigmoid(total)).to(tl.bfloat16).to(tl.float32)
@@ -83,7 +84,8 @@ def _heads(
         b = tl.load(own + C + V * DV + v).to(tl.float32)
         a = tl.load(own + C + V * DV + V + v).to(tl.float32) + tl.load(dt_bias + v)
         soft = tl.maximum(a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(a)))
-        tl.store(gates + (row * V + v) * 2, tl.exp(soft * tl.load(decay + v)))
+        log_decay = soft * tl.load(decay + v)
+        tl.store(gates + (row * V + v) * 2, log_decay if CHUNK else tl.exp(log_decay))
         tl.store(gates + (row * V + v) * 2 + 1, sigmoid(b))
     tl.store(qkv + row * C + channel, value, mask=inside)
 
@@ -242,11 +244,8 @@ def gdn_window(
     keys, values = spec.num_key_heads, spec.num_value_heads
     rows = state.replay_k.shape[2]
     pk, pv = triton.next_power_of_2(spec.key_dim), triton.next_power_of_2(spec.value_dim)
-    _heads[(projected.shape[0], 2 * keys + values)](
-        projected, weights.conv, weights.decay, weights.dt_bias, state.conv[layer], scratch.qkv, scratch.gates,
-        layout.row_slots, layout.starts,
-        K=keys, V=values, DK=spec.key_dim, DV=spec.value_dim, C=spec.conv_channels, WIDTH=spec.conv_width,
-        ROWS=rows, P=max(pk, pv), OVERLAP=LAUNCH.overlap, **LAUNCH.options(1, 1),
+    convolve_heads(
+        projected, weights, state.conv[layer], layout.row_slots, layout.starts, spec, scratch.qkv, scratch.gates, chunk=False
     )
     tile = min(32, pv)
     _steps[(layout.num_places, values, triton.cdiv(spec.value_dim, tile))](
@@ -256,10 +255,32 @@ def gdn_window(
         V=values, REPEAT=values // keys, DK=spec.key_dim, DV=spec.value_dim, C=spec.conv_channels,
         ROWS=rows, PK=pk, BV=tile, OVERLAP=LAUNCH.overlap, **LAUNCH.options(1, 1),
     )
-    _gate[(projected.shape[0], values)](
-        scratch.out, projected, weights.norm, out, eps,
-        V=values, DV=spec.value_dim, C=spec.conv_channels, SILU=spec.gate == "silu", PV=pv,
+    gate_heads(scratch.out, projected, weights, spec, eps, out)
+
+
+def convolve_heads(
+    projected: Tensor, weights: GdnWeights, history: Tensor, row_slots: Tensor, starts: Tensor, spec: GdnSpec,
+    qkv: Tensor, gates: Tensor, *, chunk: bool,
+) -> None:
+    """projected [R, ...] -> qkv fp32 [R, C] and gates fp32 [R, V, 2]; history [slots, width-1 + rows, C]. See `_heads`."""
+    keys, values = spec.num_key_heads, spec.num_value_heads
+    _heads[(projected.shape[0], 2 * keys + values)](
+        projected, weights.conv, weights.decay, weights.dt_bias, history, qkv, gates, row_slots, starts,
+        K=keys, V=values, DK=spec.key_dim, DV=spec.value_dim, C=spec.conv_channels, WIDTH=spec.conv_width,
+        ROWS=history.shape[1] - spec.conv_width + 1, CHUNK=chunk,
+        P=triton.next_power_of_2(max(spec.key_dim, spec.value_dim)),
         OVERLAP=LAUNCH.overlap, **LAUNCH.options(1, 1),
+    )
+
+
+def gate_heads(
+    x: Tensor, projected: Tensor, weights: GdnWeights, spec: GdnSpec, eps: float, out: Tensor
+) -> None:
+    """x fp32 [R, V*dv] -> out bf16 [R, V*dv], normed per head and gated by z of `projected`."""
+    _gate[(projected.shape[0], spec.num_value_heads)](
+        x, projected, weights.norm, out, eps,
+        V=spec.num_value_heads, DV=spec.value_dim, C=spec.conv_channels, SILU=spec.gate == "silu",
+        PV=triton.next_power_of_2(spec.value_dim), OVERLAP=LAUNCH.overlap, **LAUNCH.options(1, 1),
     )
 
 

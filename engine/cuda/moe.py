@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.cuda.primitives import LAUNCH, mma, row_tile, sigmoid, unpack, wait
+from engine.cuda.primitives import LAUNCH, mma, row_tile, sigmoid, two_parts, unpack, wait
 from engine.cuda.products import ProductScratch, product
 from engine.cuda.quant import GROUP, QUARTER, TILE, Packed4
 
@@ -82,7 +82,7 @@ def _route(
     PE: tl.constexpr, PT: tl.constexpr, PS: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """Grid (rows): the TOP largest of softmax(router logits), equal ones by rising id; and the shared expert's middle."""
-    row = tl.program_id(0)
+    row = tl.program_id(0).to(tl.int64)
     ROW: tl.constexpr = E + 1 + 2 * SHARED
     e = tl.arange(0, PE)
     t = tl.arange(0, PT)
@@ -150,7 +150,7 @@ def _quarter(x_rows, k, rows, K: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _multiply4(
+def multiply4(
     words, scales, n, x_rows, rows, K: tl.constexpr, GROUPS: tl.constexpr,
     BN: tl.constexpr, BM: tl.constexpr, GROUP: tl.constexpr, QUARTER: tl.constexpr, TILE: tl.constexpr,
 ):
@@ -204,8 +204,8 @@ def _gate_up(
         i = tile * (BN // 2) + tl.arange(0, BN // 2)
         for base in range(0, count, BM):
             row, at, rows = _tile_of_rows(base, count, place, rank, TOP, PM, BM)
-            acc = _multiply4(words + first * QUARTER, scales + first, n, x + row[None, :] * H, rows,
-                             H, GROUPS, BN, BM, GROUP, QUARTER, TILE)
+            acc = multiply4(words + first * QUARTER, scales + first, n, x + row[None, :] * H, rows,
+                            H, GROUPS, BN, BM, GROUP, QUARTER, TILE)
             pairs = acc.to(tl.bfloat16).to(tl.float32).reshape(BN // 2, 2, BM)
             gate, up = tl.split(tl.permute(pairs, (0, 2, 1)))
             middle = (gate * sigmoid(gate)).to(tl.bfloat16).to(tl.float32) * up
@@ -231,8 +231,8 @@ def _down(
             c = base + tl.arange(0, BM)
             rows = c < count
             at = tl.load(own + 1 + c, mask=rows, other=0)
-            acc = _multiply4(words + first * QUARTER, scales + first, n, hidden + at[None, :] * I, rows,
-                             I, GROUPS, BN, BM, GROUP, QUARTER, TILE)
+            acc = multiply4(words + first * QUARTER, scales + first, n, hidden + at[None, :] * I, rows,
+                            I, GROUPS, BN, BM, GROUP, QUARTER, TILE)
             tl.store(parts + at[None, :] * H + n[:, None], acc, mask=rows[None, :] & (n[:, None] < H))
 
 
@@ -241,19 +241,24 @@ def _combine(
     shared, w, head, weights, parts, streams, inject,
     R,
     H: tl.constexpr, E: tl.constexpr, SHARED: tl.constexpr, TOP: tl.constexpr, S: tl.constexpr,
-    BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, OVERLAP: tl.constexpr,
+    BN: tl.constexpr, BM: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """Grid (tiles of columns): streams += inject (x) (sigmoid(shared gate) * shared down + sum of weighted parts)."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     m = tl.arange(0, BM)
-    k = tl.arange(0, BK)
+    k1 = tl.arange(0, K1)
+    in_n = n[:, None] < H
+    w1 = tl.load(w + n[:, None] * SHARED + k1[None, :], mask=in_n & (k1[None, :] < SHARED), other=0.0)
+    if K2 > 0:
+        k2 = K1 + tl.arange(0, K2)
+        w2 = tl.load(w + n[:, None] * SHARED + k2[None, :], mask=in_n & (k2[None, :] < SHARED), other=0.0)
     wait(OVERLAP)
-    acc = tl.zeros([BN, BM], tl.float32)
-    for first in range(0, SHARED, BK):
-        c = first + k
-        wt = tl.load(w + n[:, None] * SHARED + c[None, :], mask=(n[:, None] < H) & (c[None, :] < SHARED), other=0.0)
-        xt = tl.load(shared + m[None, :] * SHARED + c[:, None], mask=(m[None, :] < R) & (c[:, None] < SHARED), other=0.0)
-        acc = mma(wt, xt, acc)
+    in_rows = m[None, :] < R
+    x1 = tl.load(shared + m[None, :] * SHARED + k1[:, None], mask=in_rows & (k1[:, None] < SHARED), other=0.0)
+    acc = mma(w1, x1, tl.zeros([BN, BM], tl.float32))
+    if K2 > 0:
+        x2 = tl.load(shared + m[None, :] * SHARED + k2[:, None], mask=in_rows & (k2[:, None] < SHARED), other=0.0)
+        acc = mma(w2, x2, acc)
     gate = tl.load(head + m * (E + 1 + 2 * SHARED) + E, mask=m < R, other=0.0).to(tl.float32)
     y = acc.to(tl.bfloat16).to(tl.float32) * sigmoid(gate)[None, :]
     inside = (m[None, :] < R) & (n[:, None] < H)
@@ -277,11 +282,12 @@ def moe_into_streams(
     num_rows, hidden = x.shape
     head = product(x, weights.head, scratch.head[:num_rows], products)
     route(head, scratch, spec)
-    multiply_experts(x, weights, scratch, spec, ExpertTiling.of(num_rows))
+    multiply_experts(x, weights, scratch, spec, ExpertTiling())
+    first, rest = two_parts(spec.shared_dim)
     _combine[(triton.cdiv(hidden, 16),)](
         scratch.shared, weights.shared_down, head, scratch.weights, scratch.parts, streams, inject, num_rows,
         H=hidden, E=spec.num_experts, SHARED=spec.shared_dim, TOP=spec.num_active, S=inject.shape[1],
-        BN=16, BM=row_tile(num_rows), BK=128, OVERLAP=LAUNCH.overlap, **LAUNCH.options(4, 5),
+        BN=16, BM=row_tile(num_rows), K1=first, K2=rest, OVERLAP=LAUNCH.overlap, **LAUNCH.options(4, 1),
     )
 
 
@@ -289,16 +295,11 @@ def moe_into_streams(
 class ExpertTiling:
     """Rows of gate and up, and of down, that one program reads; warps and stages of each."""
 
-    up_rows: int
-    up_stages: int
-    down_rows: int
-    down_stages: int
+    up_rows: int = 128
+    up_stages: int = 3
+    down_rows: int = 128
+    down_stages: int = 3
     warps: int = 4
-
-    @staticmethod
-    def of(num_rows: int) -> ExpertTiling:
-        """Small tiles while few experts are read, so that all of the chip reads them."""
-        return ExpertTiling(64, 4, 64, 4) if num_rows <= 2 else ExpertTiling(128, 4, 128, 4)
 
 
 def multiply_experts(
@@ -324,8 +325,13 @@ def multiply_experts(
 
 def route(head: Tensor, scratch: MoeScratch, spec: MoeSpec) -> None:
     """head bf16 [R, E + 1 + 2*shared] -> scratch.weights, ids and shared."""
+    route_into(head, scratch.weights, scratch.ids, scratch.shared, spec)
+
+
+def route_into(head: Tensor, weights: Tensor, ids: Tensor, shared: Tensor, spec: MoeSpec) -> None:
+    """head bf16 [R, E + 1 + 2*shared] -> weights fp32 and ids int32 [R, k], shared bf16 [R, shared]."""
     _route[(head.shape[0],)](
-        head, scratch.weights, scratch.ids, scratch.shared,
+        head, weights, ids, shared,
         E=spec.num_experts, TOP=spec.num_active, SHARED=spec.shared_dim, NORMALIZE=spec.normalize,
         PE=triton.next_power_of_2(spec.num_experts), PT=triton.next_power_of_2(spec.num_active),
         PS=triton.next_power_of_2(spec.shared_dim), OVERLAP=LAUNCH.overlap, **LAUNCH.options(1, 1),

@@ -41,6 +41,13 @@ def row_tile(num_rows: int) -> int:
     return max(16, triton.next_power_of_2(num_rows))
 
 
+def two_parts(width: int) -> tuple[int, int]:
+    """Powers of two that cover a width: the largest that fits, and what covers the rest (0 if nothing is left)."""
+    first = max(16, 1 << (width.bit_length() - 1))
+    rest = width - first
+    return first, max(16, triton.next_power_of_2(rest)) if rest > 0 else 0
+
+
 @triton.jit
 def wait(OVERLAP: tl.constexpr):
     """Wait until all earlier kernels have finished and their writes are visible; then let the next one start.

@@ -104,7 +104,7 @@ def tiling(n: int, k: int) -> Tiling:
     """Enough programs to fill the chip, whatever the rows: large weights by tiles of rows, small ones by columns too."""
     if n >= 8192 or k < 1024:
         return Tiling(64 if n >= 8192 else 16, 128, -(-k // 128) * 128, 4, 4)
-    pieces = max(1, min(k // 512, 160 // -(-n // 64)))
+    pieces = max(1, min(k // 512, 144 // -(-n // 64)))
     piece = -(-k // (pieces * 128)) * 128
     return Tiling(64, 128, piece, 4, 4)
 

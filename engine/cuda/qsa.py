@@ -108,12 +108,12 @@ def _norm_and_turn(
     return _turned(raw, partner, weight, partner_weight, cos, sin, i, root, ROT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ring_from"])
 def _write_cells(
     projected, q_norm, k_norm, iq_norm, ik_norm, cos, sin,
-    q_out, iq_out, k_cache, v_cache, ring, blocks,
+    q_out, iq_out, k_cache, v_cache, ring, old_ring, blocks,
     row_slots, positions, starts,
-    eps, capacity, num_blocks,
+    eps, capacity, num_blocks, ring_from,
     A: tl.constexpr, N: tl.constexpr, D: tl.constexpr, IH: tl.constexpr, ID: tl.constexpr,
     BLOCK: tl.constexpr, ROT: tl.constexpr, RING: tl.constexpr,
     PD: tl.constexpr, PI: tl.constexpr, OVERLAP: tl.constexpr,
@@ -149,11 +149,11 @@ def _write_cells(
         tl.store(iq_out + (row * IH + h) * ID + x, turned, mask=x < ID)
     else:
         raw = tl.load(source + INDEX + IH * ID + x, mask=x < ID, other=0.0)
-        tl.store(ring + (slot * RING + position % RING) * ID + x, raw, mask=x < ID)
+        tl.store(ring + (slot * RING + position % RING) * ID + x, raw, mask=(x < ID) & (row >= ring_from))
         if (position + 1) % BLOCK == 0:
             start = tl.load(starts + row)
             first = position - (BLOCK - 1)
-            _pool(projected, ring + slot * RING * ID, ik_norm, cos + first.to(tl.int64) * ROT,
+            _pool(projected, old_ring + slot * RING * ID, ik_norm, cos + first.to(tl.int64) * ROT,
                   sin + first.to(tl.int64) * ROT, blocks + (slot * num_blocks + first // BLOCK) * ID,
                   row, start, position, eps, ROW, INDEX + IH * ID, ID, BLOCK, ROT, RING, PI)
 
@@ -217,9 +217,11 @@ def _score(
 @triton.jit
 def _select(
     scores, chosen, positions, num_blocks,
-    BLOCK: tl.constexpr, DENSE: tl.constexpr, BUDGET: tl.constexpr, BB: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK: tl.constexpr, DENSE: tl.constexpr, BUDGET: tl.constexpr, BB: tl.constexpr, MASK: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """Grid (rows): the BUDGET blocks of largest score, ascending; among equal ones at the cut the earliest.
+
+    chosen: int32 [R, BUDGET], or with MASK int8 [R, blocks], 1 where a complete block is chosen.
 
     Scores are never negative, so their bits order as they do; the cut is found digit by digit.
     """
@@ -257,7 +259,10 @@ def _select(
             keep = (inside & (bits > prefix)) | ((equal > 0) & (tie_rank < wanted))
             kept = keep.to(tl.int32)
             place = taken + tl.cumsum(kept, 0) - kept
-            tl.store(chosen + row * BUDGET + place, b, mask=keep & (place < BUDGET))
+            if MASK:
+                tl.store(chosen + row.to(tl.int64) * num_blocks + b, kept.to(tl.int8), mask=inside)
+            else:
+                tl.store(chosen + row * BUDGET + place, b, mask=keep & (place < BUDGET))
             taken += tl.sum(kept, 0)
             ties += tl.sum(equal, 0)
 
@@ -344,14 +349,34 @@ def write_cells(
     row_slots: Tensor, positions: Tensor, starts: Tensor, state: SlotState, spec: QsaSpec, eps: float,
 ) -> None:
     """projected bf16 [R, rows of in_proj] -> the rows' cells in `state`, and scratch.q, scratch.index_q."""
+    ring = state.index_ring[weights.index]
+    _write(projected, weights, scratch.q, scratch.index_q, cos, sin, row_slots, positions, starts, state, spec, eps, ring, 0)
+
+
+def write_chunk_cells(
+    projected: Tensor, weights: QsaWeights, q: Tensor, index_q: Tensor, cos: Tensor, sin: Tensor,
+    row_slots: Tensor, positions: Tensor, starts: Tensor, state: SlotState, spec: QsaSpec, eps: float,
+) -> None:
+    """As `write_cells` for consecutive rows of one slot, more of them than the ring holds."""
+    # Rows are written in any order: the last ones must stay in the ring, and old ones be read before they are replaced.
+    old = state.index_ring[weights.index].clone()
+    first_kept = max(0, projected.shape[0] - RING_ROWS)
+    _write(projected, weights, q, index_q, cos, sin, row_slots, positions, starts, state, spec, eps, old, first_kept)
+
+
+def _write(
+    projected: Tensor, weights: QsaWeights, q: Tensor, index_q: Tensor, cos: Tensor, sin: Tensor,
+    row_slots: Tensor, positions: Tensor, starts: Tensor, state: SlotState, spec: QsaSpec, eps: float,
+    old_ring: Tensor, ring_from: int,
+) -> None:
     num_rows = projected.shape[0]
     layer = weights.index
     heads = spec.num_heads + 2 * spec.num_kv_heads + spec.num_index_heads + 1
     _write_cells[(num_rows, heads)](
         projected, weights.q_norm, weights.k_norm, weights.index_q_norm, weights.index_k_norm, cos, sin,
-        scratch.q, scratch.index_q, state.k[layer], state.v[layer], state.index_ring[layer],
+        q, index_q, state.k[layer], state.v[layer], state.index_ring[layer], old_ring,
         state.index_blocks[layer], row_slots, positions, starts,
-        eps, state.capacity, state.index_blocks.shape[2],
+        eps, state.capacity, state.index_blocks.shape[2], ring_from,
         A=spec.num_heads, N=spec.num_kv_heads, D=spec.head_dim, IH=spec.num_index_heads, ID=spec.index_dim,
         BLOCK=spec.block_tokens, ROT=spec.rotary_dim, RING=RING_ROWS,
         PD=triton.next_power_of_2(spec.head_dim), PI=triton.next_power_of_2(spec.index_dim),
@@ -397,8 +422,16 @@ def _choose_blocks(
         PROGRAMS=_SCORE_PROGRAMS, BB=_SCORE_TILE, PI=triton.next_power_of_2(spec.index_dim),
         OVERLAP=LAUNCH.overlap, **LAUNCH.options(4, 2),
     )
-    _select[(num_rows,)](
-        scratch.scores, scratch.blocks, positions, stride,
+    select_blocks(scratch.scores[:num_rows], scratch.blocks, positions, spec)
+
+
+def select_blocks(scores: Tensor, chosen: Tensor, positions: Tensor, spec: QsaSpec) -> None:
+    """scores fp32 [R, blocks] -> chosen: int32 [R, budget], ascending, or int8 [R, blocks] marks.
+
+    Rows that see no more than the budget are left alone.
+    """
+    _select[(scores.shape[0],)](
+        scores, chosen, positions, scores.shape[1],
         BLOCK=spec.block_tokens, DENSE=spec.dense_tokens, BUDGET=spec.budget_blocks, BB=_SELECT_TILE,
-        OVERLAP=LAUNCH.overlap, **LAUNCH.options(8, 1),
+        MASK=chosen.dtype == torch.int8, OVERLAP=LAUNCH.overlap, **LAUNCH.options(8, 1),
     )

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.cuda.primitives import LAUNCH, mma, row_tile, sigmoid, wait
+from engine.cuda.primitives import LAUNCH, mma, row_tile, sigmoid, two_parts, wait
 
 _DOWN_TILE = 32
 _UP_TILE = 16
@@ -126,23 +126,30 @@ def _up(
     x, scale, w, low, root, out,
     R,
     H: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr,
-    BH: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, OVERLAP: tl.constexpr,
+    BH: tl.constexpr, BM: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """Grid (tiles of columns): out [R, H] = sum over streams of sigmoid(low w^T) times the normed stream."""
     j = tl.arange(0, S * BH)
     h = tl.program_id(0) * BH + j % BH
     rows = j // BH * H + tl.minimum(h, H - 1)
     m = tl.arange(0, BM)
-    k = tl.arange(0, BK)
-    in_k = k < RANK
-    wt = tl.load(w + rows[:, None] * RANK + k[None, :], mask=in_k[None, :], other=0.0)
+    k1 = tl.arange(0, K1)
+    w1 = tl.load(w + rows[:, None] * RANK + k1[None, :], mask=k1[None, :] < RANK, other=0.0)
+    if K2 > 0:
+        k2 = K1 + tl.arange(0, K2)
+        w2 = tl.load(w + rows[:, None] * RANK + k2[None, :], mask=k2[None, :] < RANK, other=0.0)
     factor = tl.load(scale + rows)
     wait(OVERLAP)
-    xt = tl.load(low + m[None, :] * RANK + k[:, None], mask=(m[None, :] < R) & in_k[:, None], other=0.0)
-    inside = (m[None, :] < R) & (h[:, None] < H)
+    in_rows = m[None, :] < R
+    x1 = tl.load(low + m[None, :] * RANK + k1[:, None], mask=in_rows & (k1[:, None] < RANK), other=0.0)
+    if K2 > 0:
+        x2 = tl.load(low + m[None, :] * RANK + k2[:, None], mask=in_rows & (k2[:, None] < RANK), other=0.0)
+    inside = in_rows & (h[:, None] < H)
     stream = tl.load(x + m[None, :] * (S * H) + rows[:, None], mask=inside, other=0.0).to(tl.float32)
     r = tl.load(root + m[None, :] * S + (j // BH)[:, None], mask=inside, other=0.0)
-    acc = mma(wt, xt, tl.zeros([S * BH, BM], tl.float32))
+    acc = mma(w1, x1, tl.zeros([S * BH, BM], tl.float32))
+    if K2 > 0:
+        acc = mma(w2, x2, acc)
     mixed = sigmoid(acc) * (stream * r * factor[:, None])
     total = tl.sum(mixed.reshape(S, BH, BM), 0)
     own = tl.program_id(0) * BH + tl.arange(0, BH)
@@ -160,6 +167,7 @@ def read_streams(
     num_out = weights.down.shape[0]
     rows = row_tile(num_rows)
     tiles = triton.cdiv(num_out, _DOWN_TILE)
+    first, rest = two_parts(weights.rank)
     shared = {"BM": rows, "OVERLAP": LAUNCH.overlap}
     _down[(tiles, s * slices)](
         streams, weights.scale, weights.down, scratch.partial, scratch.squares, num_rows,
@@ -174,6 +182,6 @@ def read_streams(
     )
     _up[(triton.cdiv(hidden, _UP_TILE),)](
         streams, weights.scale, weights.up, scratch.low, scratch.root, out, num_rows,
-        H=hidden, S=s, RANK=weights.rank, BH=_UP_TILE, BK=triton.next_power_of_2(weights.rank),
+        H=hidden, S=s, RANK=weights.rank, BH=_UP_TILE, K1=first, K2=rest,
         **shared, **LAUNCH.options(4, 1),
     )

@@ -1,0 +1,345 @@
+"""Kernels that read a prompt piece: what between its matrix products the libraries have no fast operation for."""
+
+# pyright: reportUnknownParameterType=false, reportMissingParameterType=false, reportUntypedFunctionDecorator=false
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.cuda.moe import multiply4
+from engine.cuda.primitives import LAUNCH, mma, sigmoid, wait
+from engine.cuda.qsa import select_blocks
+from engine.cuda.quant import GROUP, QUARTER, TILE
+from engine.layers.gdn import unit_lower_inverse
+
+if TYPE_CHECKING:
+    from engine.cuda.moe import MoeWeights
+    from engine.cuda.qsa import QsaWeights
+    from engine.model_spec import MoeSpec, QsaSpec
+    from engine.state import SlotState
+
+_CHUNK = 64
+_EXPERT_ROWS = 64
+
+
+@triton.jit
+def _mix(up, normed, out, H: tl.constexpr, S: tl.constexpr, BH: tl.constexpr, OVERLAP: tl.constexpr):
+    """Grid (rows, tiles of columns): out [T, H] = sum over streams of sigmoid(up) * normed, both [T, S*H]."""
+    row = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * BH + tl.arange(0, BH)
+    wait(OVERLAP)
+    total = tl.zeros([BH], tl.float32)
+    for s in tl.static_range(S):
+        at = row * (S * H) + s * H + h
+        gate = sigmoid(tl.load(up + at, mask=h < H, other=0.0).to(tl.float32))
+        total += gate * tl.load(normed + at, mask=h < H, other=0.0).to(tl.float32)
+    tl.store(out + row * H + h, total, mask=h < H)
+
+
+def mix_streams(up: Tensor, normed: Tensor, num_streams: int) -> Tensor:
+    """up, normed bf16 [T, S*H] -> bf16 [T, H]."""
+    num_rows, width = normed.shape
+    hidden = width // num_streams
+    out = normed.new_empty(num_rows, hidden)
+    _mix[(num_rows, triton.cdiv(hidden, 1024))](
+        up, normed, out, H=hidden, S=num_streams, BH=1024, OVERLAP=LAUNCH.overlap, **LAUNCH.options(4, 1)
+    )
+    return out
+
+
+@triton.jit
+def _scan(
+    values, reads, queries, scores, keys, last, s, out,
+    T, CHUNKS,
+    V: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, L: tl.constexpr, PK: tl.constexpr, BV: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Grid (value heads, tiles of columns): chunk after chunk; out fp32 [T, V*DV], s fp32 [V, DK, DV] advanced."""
+    head = tl.program_id(0)
+    iv = tl.program_id(1) * BV + tl.arange(0, BV)
+    ik = tl.arange(0, PK)
+    t = tl.arange(0, L)
+    wait(OVERLAP)
+    own_s = s + head * (DK * DV) + ik[:, None] * DV + iv[None, :]
+    in_s = (ik[:, None] < DK) & (iv[None, :] < DV)
+    state = tl.load(own_s, mask=in_s, other=0.0)
+    for i in range(CHUNKS):
+        base = (head * CHUNKS + i).to(tl.int64) * L
+        at_k = (base + t)[:, None] * DK + ik[None, :]
+        at_v = (base + t)[:, None] * DV + iv[None, :]
+        in_k = ik[None, :] < DK
+        in_v = iv[None, :] < DV
+        read = tl.load(reads + at_k, mask=in_k, other=0.0)
+        value = tl.load(values + at_v, mask=in_v, other=0.0)
+        delta = value - tl.dot(read, state, input_precision="tf32x3")
+        query = tl.load(queries + at_k, mask=in_k, other=0.0)
+        score = tl.load(scores + (base + t)[:, None] * L + t[None, :])
+        o = tl.dot(query, state, input_precision="tf32x3") + tl.dot(score, delta, input_precision="tf32x3")
+        row = i * L + t
+        tl.store(out + row[:, None].to(tl.int64) * (V * DV) + head * DV + iv[None, :], o, mask=(row[:, None] < T) & in_v)
+        key = tl.load(keys + at_k, mask=in_k, other=0.0)
+        factor = tl.exp(tl.load(last + head * CHUNKS + i))
+        state = state * factor + tl.dot(tl.trans(key), delta, input_precision="tf32x3")
+    tl.store(own_s, state, mask=in_s)
+
+
+def delta_rule(qkv: Tensor, gates: Tensor, s: Tensor, num_key_heads: int) -> Tensor:
+    """The recurrence over T rows in chunks (engine.layers.gdn.chunked_delta_rule). Returns fp32 [T, V*dv].
+
+    qkv fp32 [T, C], q and k of unit length; gates fp32 [T, V, 2]: log decay and beta; s fp32 [V, dk, dv] is advanced.
+    """
+    num_values, dk, dv = s.shape
+    num_rows = qkv.shape[0]
+    chunks = triton.cdiv(num_rows, _CHUNK)
+    missing = chunks * _CHUNK - num_rows
+    q, k, v = qkv.split([num_key_heads * dk, num_key_heads * dk, num_values * dv], dim=-1)
+
+    def cut(x: Tensor, heads: int) -> Tensor:
+        padded = F.pad(x, (0, 0, 0, missing))
+        return padded.view(chunks, _CHUNK, heads, -1).permute(2, 0, 1, 3)
+
+    repeat = num_values // num_key_heads
+    q, k = cut(q, num_key_heads).contiguous(), cut(k, num_key_heads).contiguous()
+    overlap_kk = (k @ k.transpose(-1, -2)).repeat_interleave(repeat, 0)
+    overlap_qk = (q @ k.transpose(-1, -2)).repeat_interleave(repeat, 0)
+    q, k = q.repeat_interleave(repeat, 0), k.repeat_interleave(repeat, 0)
+    decay, beta = cut(gates.flatten(1), num_values).unbind(-1)
+    total = decay.cumsum(-1)
+    beta = beta.unsqueeze(-1)
+    ratio = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril_().exp_().tril_()
+    inverse = unit_lower_inverse((overlap_kk * ratio).mul_(beta).tril_(-1))
+    grown = total.exp().unsqueeze(-1)
+    last = total[..., -1:].contiguous()
+    values = inverse @ (cut(v, num_values) * beta)
+    reads = inverse @ (k * (beta * grown))
+    keys = k * (last - total).exp_().unsqueeze(-1)
+    out = torch.empty(num_rows, num_values * dv, device=qkv.device)
+    tile = min(32, triton.next_power_of_2(dv))
+    _scan[(num_values, triton.cdiv(dv, tile))](
+        values, reads, q * grown, overlap_qk.mul_(ratio), keys, last, s, out, num_rows, chunks,
+        V=num_values, DK=dk, DV=dv, L=_CHUNK, PK=max(16, triton.next_power_of_2(dk)), BV=max(16, tile),
+        OVERLAP=LAUNCH.overlap, **LAUNCH.options(4, 2),
+    )
+    return out
+
+
+@triton.jit
+def _scores(
+    index_q, blocks, out, positions, T, num_blocks,
+    IH: tl.constexpr, ID: tl.constexpr, BLOCK: tl.constexpr, BT: tl.constexpr, BB: tl.constexpr, PI: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Grid (tiles of rows, tiles of blocks): out fp32 [T, blocks]; tiles that no row has complete are left alone."""
+    r = tl.program_id(0) * BT + tl.arange(0, BT)
+    b = tl.program_id(1) * BB + tl.arange(0, BB)
+    i = tl.arange(0, PI)
+    wait(OVERLAP)
+    position = tl.load(positions + r, mask=r < T, other=0)
+    if tl.program_id(1) * BB < (tl.max(position, 0) + 1) // BLOCK:
+        key = tl.load(blocks + b[None, :] * ID + i[:, None], mask=(b[None, :] < num_blocks) & (i[:, None] < ID), other=0.0)
+        total = tl.zeros([BT, BB], tl.float32)
+        for h in tl.static_range(IH):
+            at = (r[:, None] * IH + h) * ID + i[None, :]
+            q = tl.load(index_q + at, mask=(r[:, None] < T) & (i[None, :] < ID), other=0.0)
+            total += tl.maximum(mma(q, key, tl.zeros([BT, BB], tl.float32)), 0.0)
+        inside = (r[:, None] < T) & (b[None, :] < num_blocks)
+        tl.store(out + r[:, None].to(tl.int64) * num_blocks + b[None, :], total, mask=inside)
+
+
+@triton.jit
+def _attend(
+    q, k_cache, v_cache, chosen, projected, out, start, T, num_blocks, scale,
+    GROUP: tl.constexpr, A: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
+    DENSE: tl.constexpr, SPARSE: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, PD: tl.constexpr,
+    OVERLAP: tl.constexpr, capacity,
+):
+    """Grid (tiles of rows, A): out bf16 [T, A*D], gated. k_cache, v_cache: one slot's [N, capacity, D]."""
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    head = tl.program_id(1)
+    m = tile * BM + tl.arange(0, BM)
+    d = tl.arange(0, PD)
+    wait(OVERLAP)
+    position = start + m
+    in_q = (m[:, None] < T) & (d[None, :] < D)
+    query = tl.load(q + (m[:, None].to(tl.int64) * A + head) * D + d[None, :], mask=in_q, other=0.0)
+    base = (head // GROUP).to(tl.int64) * capacity
+    complete = (position + 1) // BLOCK
+    best = tl.full([BM], -1e30, tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, PD], tl.float32)
+    end = start + tl.minimum(tile * BM + BM, T)
+    for first in range(0, end, BC):
+        c = first + tl.arange(0, BC)
+        at = (base + c)[:, None] * D + d[None, :]
+        valid = (c[:, None] < end) & (d[None, :] < D)
+        key = tl.load(k_cache + at, mask=valid, other=0.0)
+        value = tl.load(v_cache + at, mask=valid, other=0.0)
+        score = mma(query, tl.trans(key), tl.zeros([BM, BC], tl.float32)) * scale
+        allowed = c[None, :] <= position[:, None]
+        if SPARSE:
+            block = c // BLOCK
+            kept = tl.load(
+                chosen + m[:, None].to(tl.int64) * num_blocks + block[None, :],
+                mask=(m[:, None] < T) & (block[None, :] < complete[:, None]), other=1,
+            )
+            allowed = allowed & ((kept != 0) | (position[:, None] < DENSE))
+        score = tl.where(allowed, score, -1e30)
+        new_best = tl.maximum(best, tl.max(score, 1))
+        weight = tl.where(allowed, tl.exp(score - new_best[:, None]), 0.0)
+        shrink = tl.exp(best - new_best)
+        total = total * shrink + tl.sum(weight, 1)
+        acc = mma(weight.to(tl.bfloat16), value, acc * shrink[:, None])
+        best = new_best
+    joined = (acc / total[:, None]).to(tl.bfloat16).to(tl.float32)
+    gate_at = projected + m[:, None].to(tl.int64) * ROW + (2 * head + 1) * D + d[None, :]
+    gate = sigmoid(tl.load(gate_at, mask=in_q, other=0.0).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
+    tl.store(out + (m[:, None].to(tl.int64) * A + head) * D + d[None, :], joined * gate, mask=in_q)
+
+
+def attend_chunk(
+    projected: Tensor, weights: QsaWeights, q: Tensor, index_q: Tensor, positions: Tensor, slot: int, start: int,
+    state: SlotState, spec: QsaSpec,
+) -> Tensor:
+    """Rows at [start, start + T) of one slot, whose cells are written -> bf16 [T, A*D], gated."""
+    num_rows = q.shape[0]
+    end = start + num_rows
+    layer = weights.index
+    sparse = end > spec.dense_tokens
+    num_blocks = end // spec.block_tokens
+    chosen = q
+    if sparse:
+        blocks = state.index_blocks[layer, slot, :num_blocks]
+        scores = torch.empty(num_rows, num_blocks, device=q.device)
+        _scores[(triton.cdiv(num_rows, 64), triton.cdiv(num_blocks, 64))](
+            index_q, blocks, scores, positions, num_rows, num_blocks,
+            IH=spec.num_index_heads, ID=spec.index_dim, BLOCK=spec.block_tokens, BT=64, BB=64,
+            PI=max(16, triton.next_power_of_2(spec.index_dim)), OVERLAP=LAUNCH.overlap, **LAUNCH.options(4, 2),
+        )
+        chosen = torch.empty(num_rows, num_blocks, dtype=torch.int8, device=q.device)
+        select_blocks(scores, chosen, positions, spec)
+    out = q.new_empty(num_rows, spec.num_heads * spec.head_dim)
+    dim = max(16, triton.next_power_of_2(spec.head_dim))
+    tile = 128 if dim > 64 else 64
+    _attend[(triton.cdiv(num_rows, tile), spec.num_heads)](
+        q, state.k[layer, slot], state.v[layer, slot], chosen, projected, out, start, num_rows, num_blocks,
+        spec.head_dim**-0.5,
+        GROUP=spec.num_heads // spec.num_kv_heads, A=spec.num_heads, D=spec.head_dim, ROW=projected.shape[1],
+        BLOCK=spec.block_tokens, DENSE=spec.dense_tokens, SPARSE=sparse, BM=tile, BC=64, PD=dim,
+        OVERLAP=LAUNCH.overlap, capacity=state.capacity, **LAUNCH.options(8 if tile == 128 else 4, 2),
+    )
+    return out
+
+
+@triton.jit
+def _experts_up(
+    x, words, scales, order, tile_expert, tile_first, ends, hidden,
+    H: tl.constexpr, GROUPS: tl.constexpr, TILES: tl.constexpr, I: tl.constexpr, TOP: tl.constexpr, E: tl.constexpr,
+    BN: tl.constexpr, BM: tl.constexpr, GROUP: tl.constexpr, QUARTER: tl.constexpr, TILE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Grid (tiles of gate and up rows, tiles of sorted pairs): hidden bf16 [pairs as sorted, I] = silu(gate) * up."""
+    tile = tl.program_id(0)
+    wait(OVERLAP)
+    expert = tl.load(tile_expert + tl.program_id(1))
+    if expert < E:
+        place = tl.load(tile_first + tl.program_id(1)) + tl.arange(0, BM)
+        rows = place < tl.load(ends + expert)
+        pair = tl.load(order + place, mask=rows, other=0)
+        n = tile * BN + tl.arange(0, BN)
+        first = expert.to(tl.int64) * (TILES * GROUPS * TILE)
+        acc = multiply4(words + first * QUARTER, scales + first, n, x + (pair // TOP)[None, :].to(tl.int64) * H, rows,
+                        H, GROUPS, BN, BM, GROUP, QUARTER, TILE)
+        pairs = acc.to(tl.bfloat16).to(tl.float32).reshape(BN // 2, 2, BM)
+        gate, up = tl.split(tl.permute(pairs, (0, 2, 1)))
+        middle = (gate * sigmoid(gate)).to(tl.bfloat16).to(tl.float32) * up
+        i = tile * (BN // 2) + tl.arange(0, BN // 2)
+        tl.store(hidden + place[None, :].to(tl.int64) * I + i[:, None], middle, mask=rows[None, :] & (i[:, None] < I))
+
+
+@triton.jit
+def _experts_down(
+    hidden, words, scales, order, tile_expert, tile_first, ends, parts,
+    H: tl.constexpr, GROUPS: tl.constexpr, TILES: tl.constexpr, I: tl.constexpr, E: tl.constexpr,
+    BN: tl.constexpr, BM: tl.constexpr, GROUP: tl.constexpr, QUARTER: tl.constexpr, TILE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Grid (tiles of output columns, tiles of sorted pairs): parts bf16 [pairs, H]."""
+    wait(OVERLAP)
+    expert = tl.load(tile_expert + tl.program_id(1))
+    if expert < E:
+        place = tl.load(tile_first + tl.program_id(1)) + tl.arange(0, BM)
+        rows = place < tl.load(ends + expert)
+        pair = tl.load(order + place, mask=rows, other=0)
+        n = tl.program_id(0) * BN + tl.arange(0, BN)
+        first = expert.to(tl.int64) * (TILES * GROUPS * TILE)
+        acc = multiply4(words + first * QUARTER, scales + first, n, hidden + place[None, :].to(tl.int64) * I, rows,
+                        I, GROUPS, BN, BM, GROUP, QUARTER, TILE)
+        tl.store(parts + pair[None, :].to(tl.int64) * H + n[:, None], acc, mask=rows[None, :] & (n[:, None] < H))
+
+
+@triton.jit
+def _combine(
+    shared, head, weights, parts, streams, inject,
+    H: tl.constexpr, E: tl.constexpr, ROW: tl.constexpr, TOP: tl.constexpr, S: tl.constexpr,
+    BH: tl.constexpr, OVERLAP: tl.constexpr,
+):
+    """Grid (rows, tiles of columns): streams += inject (x) (sigmoid(shared gate) * shared + sum of weighted parts)."""
+    row = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * BH + tl.arange(0, BH)
+    wait(OVERLAP)
+    inside = h < H
+    gate = sigmoid(tl.load(head + row * ROW + E).to(tl.float32))
+    y = tl.load(shared + row * H + h, mask=inside, other=0.0).to(tl.float32) * gate
+    for rank in tl.static_range(TOP):
+        part = tl.load(parts + (row * TOP + rank) * H + h, mask=inside, other=0.0).to(tl.float32)
+        y += tl.load(weights + row * TOP + rank) * part
+    y = y.to(tl.bfloat16).to(tl.float32)
+    for s in tl.static_range(S):
+        at = streams + row * (S * H) + s * H + h
+        factor = tl.load(inject + row * S + s).to(tl.float32)
+        tl.store(at, tl.load(at, mask=inside, other=0.0).to(tl.float32) + factor * y, mask=inside)
+
+
+def experts_into_streams(
+    x: Tensor, head: Tensor, weights: MoeWeights, top: Tensor, ids: Tensor, shared: Tensor, streams: Tensor,
+    inject: Tensor, spec: MoeSpec,
+) -> None:
+    """streams [T, S*H] += outer(inject [T, S], MoE of x [T, H]); top fp32 and ids int32 [T, k], shared bf16 [T, H]."""
+    num_rows, hidden_size = x.shape
+    count = spec.num_experts
+    flat = ids.flatten().to(torch.int64)
+    order = flat.argsort(stable=True)
+    counts = torch.zeros(count, dtype=torch.int64, device=x.device).scatter_add_(0, flat, torch.ones_like(flat))
+    ends = counts.cumsum(0)
+    last_tiles = ((counts + (_EXPERT_ROWS - 1)) // _EXPERT_ROWS).cumsum(0)
+    num_tiles = triton.cdiv(flat.shape[0], _EXPERT_ROWS) + min(count, flat.shape[0])
+    tile = torch.arange(num_tiles, device=x.device)
+    expert = torch.searchsorted(last_tiles, tile, right=True)
+    at = expert.clamp_max(count - 1)
+    before = last_tiles[at] - (counts[at] + (_EXPERT_ROWS - 1)) // _EXPERT_ROWS
+    first = ends[at] - counts[at] + (tile - before) * _EXPERT_ROWS
+    hidden = x.new_empty(flat.shape[0], spec.expert_dim)
+    parts = x.new_empty(flat.shape[0], hidden_size)
+    where = [t.to(torch.int32) for t in (order, expert, first, ends)]
+    rows = 128
+    common = {"I": spec.expert_dim, "H": hidden_size, "E": count, "BN": rows, "BM": _EXPERT_ROWS, "GROUP": GROUP,
+              "QUARTER": QUARTER, "TILE": TILE, "OVERLAP": LAUNCH.overlap, **LAUNCH.options(4, 3)}
+    up, down = weights.gate_up, weights.down
+    _experts_up[(triton.cdiv(2 * spec.expert_dim, rows), num_tiles)](
+        x, up.words, up.scales, *where, hidden,
+        GROUPS=up.num_groups, TILES=up.words.shape[1], TOP=spec.num_active, **common,
+    )
+    _experts_down[(triton.cdiv(hidden_size, rows), num_tiles)](
+        hidden, down.words, down.scales, *where, parts, GROUPS=down.num_groups, TILES=down.words.shape[1], **common,
+    )
+    _combine[(num_rows, triton.cdiv(hidden_size, 1024))](
+        shared, head, top, parts, streams, inject,
+        H=hidden_size, E=count, ROW=head.shape[1], TOP=spec.num_active, S=inject.shape[1], BH=1024,
+        OVERLAP=LAUNCH.overlap, **LAUNCH.options(4, 1),
+    )
