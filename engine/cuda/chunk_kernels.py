@@ -7,7 +7,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,7 +15,6 @@ from engine.cuda.moe import multiply4
 from engine.cuda.primitives import LAUNCH, mma, sigmoid, wait
 from engine.cuda.qsa import select_blocks
 from engine.cuda.quant import GROUP, QUARTER, TILE
-from engine.layers.gdn import unit_lower_inverse
 
 if TYPE_CHECKING:
     from engine.cuda.moe import MoeWeights
@@ -53,39 +51,91 @@ def mix_streams(up: Tensor, normed: Tensor, num_streams: int) -> Tensor:
     return out
 
 
-@triton.jit
-def _scan(
-    values, reads, queries, scores, keys, last, s, out,
+@triton.jit(do_not_specialize=["T"])
+def _solve(
+    qkv, gates, inverse, scores, totals,
     T, CHUNKS,
-    V: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, L: tl.constexpr, PK: tl.constexpr, BV: tl.constexpr,
+    V: tl.constexpr, REPEAT: tl.constexpr, DK: tl.constexpr, C: tl.constexpr, L: tl.constexpr, PK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid (value heads, tiles of columns): chunk after chunk; out fp32 [T, V*DV], s fp32 [V, DK, DV] advanced."""
+    """Grid (chunks, value heads): what of a chunk does not depend on S.
+
+    inverse fp32 [V, chunks, L, L] of I + A, A_ij = beta_i exp(g_i - g_j) k_i.k_j below the diagonal; scores likewise of q
+    and k, with the diagonal and without beta; totals fp32 [V, chunks, L]: running sums of log decays.
+    """
+    chunk = tl.program_id(0)
+    head = tl.program_id(1)
+    t = tl.arange(0, L)
+    i = tl.arange(0, PK)
+    wait(OVERLAP)
+    row = chunk * L + t
+    in_row = row < T
+    inside = in_row[:, None] & (i < DK)[None, :]
+    at = qkv + row[:, None].to(tl.int64) * C + head // REPEAT * DK + i[None, :]
+    q = tl.load(at, mask=inside, other=0.0)
+    k = tl.load(at + V // REPEAT * DK, mask=inside, other=0.0)
+    gate = gates + (row * V + head) * 2
+    total = tl.cumsum(tl.load(gate, mask=in_row, other=0.0), 0)
+    beta = tl.load(gate + 1, mask=in_row, other=0.0)
+    base = (head * CHUNKS + chunk).to(tl.int64) * L
+    tl.store(totals + base + t, total)
+    # Only differences that are at most 0 are exponentiated.
+    ratio = tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0))
+    square = (base + t)[:, None] * L + t[None, :]
+    score = tl.dot(q, tl.trans(k), input_precision="tf32x3") * ratio
+    tl.store(scores + square, tl.where(t[:, None] >= t[None, :], score, 0.0))
+    system = tl.dot(k, tl.trans(k), input_precision="tf32x3") * ratio * beta[:, None]
+    system = tl.where(t[:, None] > t[None, :], system, 0.0)
+    solved = tl.where(t[:, None] == t[None, :], 1.0, 0.0)
+    for r in range(1, L):
+        # Row r of the inverse: the unit row less what the rows above, already solved, contribute.
+        factors = tl.sum(tl.where(t[:, None] == r, system, 0.0), 0)
+        lower = tl.sum(factors[:, None] * solved, 0)
+        solved = tl.where(t[:, None] == r, solved - lower[None, :], solved)
+    tl.store(inverse + square, solved)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _scan(
+    qkv, gates, inverse, scores, totals, s, out,
+    T, CHUNKS,
+    V: tl.constexpr, REPEAT: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr, L: tl.constexpr,
+    PK: tl.constexpr, BV: tl.constexpr, OVERLAP: tl.constexpr,
+):
+    """Grid (value heads, tiles of columns): chunk after chunk; out fp32 [T, V*DV], s fp32 [V, DK, DV] advanced.
+
+    The updates of a chunk are d = inverse (beta (v - exp(g) k S)).
+    """
     head = tl.program_id(0)
     iv = tl.program_id(1) * BV + tl.arange(0, BV)
     ik = tl.arange(0, PK)
     t = tl.arange(0, L)
     wait(OVERLAP)
+    in_v = (iv < DV)[None, :]
+    in_k = (ik < DK)[None, :]
     own_s = s + head * (DK * DV) + ik[:, None] * DV + iv[None, :]
-    in_s = (ik[:, None] < DK) & (iv[None, :] < DV)
+    in_s = (ik < DK)[:, None] & in_v
     state = tl.load(own_s, mask=in_s, other=0.0)
-    for i in range(CHUNKS):
-        base = (head * CHUNKS + i).to(tl.int64) * L
-        at_k = (base + t)[:, None] * DK + ik[None, :]
-        at_v = (base + t)[:, None] * DV + iv[None, :]
-        in_k = ik[None, :] < DK
-        in_v = iv[None, :] < DV
-        read = tl.load(reads + at_k, mask=in_k, other=0.0)
-        value = tl.load(values + at_v, mask=in_v, other=0.0)
-        delta = value - tl.dot(read, state, input_precision="tf32x3")
-        query = tl.load(queries + at_k, mask=in_k, other=0.0)
-        score = tl.load(scores + (base + t)[:, None] * L + t[None, :])
-        o = tl.dot(query, state, input_precision="tf32x3") + tl.dot(score, delta, input_precision="tf32x3")
-        row = i * L + t
-        tl.store(out + row[:, None].to(tl.int64) * (V * DV) + head * DV + iv[None, :], o, mask=(row[:, None] < T) & in_v)
-        key = tl.load(keys + at_k, mask=in_k, other=0.0)
-        factor = tl.exp(tl.load(last + head * CHUNKS + i))
-        state = state * factor + tl.dot(tl.trans(key), delta, input_precision="tf32x3")
+    for c in range(CHUNKS):
+        row = c * L + t
+        in_row = (row < T)[:, None]
+        base = (head * CHUNKS + c).to(tl.int64) * L
+        square = (base + t)[:, None] * L + t[None, :]
+        at = qkv + row[:, None].to(tl.int64) * C
+        q = tl.load(at + head // REPEAT * DK + ik[None, :], mask=in_row & in_k, other=0.0)
+        k = tl.load(at + (V + head) // REPEAT * DK + ik[None, :], mask=in_row & in_k, other=0.0)
+        v = tl.load(at + 2 * (V // REPEAT) * DK + head * DV + iv[None, :], mask=in_row & in_v, other=0.0)
+        beta = tl.load(gates + (row * V + head) * 2 + 1, mask=row < T, other=0.0)
+        total = tl.load(totals + base + t)
+        last = tl.load(totals + base + L - 1)
+        grown = tl.exp(total)[:, None]
+        wanted = (v - grown * tl.dot(k, state, input_precision="tf32")) * beta[:, None]
+        delta = tl.dot(tl.load(inverse + square), wanted, input_precision="tf32")
+        o = grown * tl.dot(q, state, input_precision="tf32")
+        o += tl.dot(tl.load(scores + square), delta, input_precision="tf32")
+        tl.store(out + row[:, None].to(tl.int64) * (V * DV) + head * DV + iv[None, :], o, mask=in_row & in_v)
+        keys = k * tl.exp(last - total)[:, None]
+        state = state * tl.exp(last) + tl.dot(tl.trans(keys), delta, input_precision="tf32")
     tl.store(own_s, state, mask=in_s)
 
 
@@ -93,38 +143,23 @@ def delta_rule(qkv: Tensor, gates: Tensor, s: Tensor, num_key_heads: int) -> Ten
     """The recurrence over T rows in chunks (engine.layers.gdn.chunked_delta_rule). Returns fp32 [T, V*dv].
 
     qkv fp32 [T, C], q and k of unit length; gates fp32 [T, V, 2]: log decay and beta; s fp32 [V, dk, dv] is advanced.
+    Sums and S are fp32; products of a chunk take their factors with 10 bits of mantissa.
     """
     num_values, dk, dv = s.shape
-    num_rows = qkv.shape[0]
+    num_rows, channels = qkv.shape
     chunks = triton.cdiv(num_rows, _CHUNK)
-    missing = chunks * _CHUNK - num_rows
-    q, k, v = qkv.split([num_key_heads * dk, num_key_heads * dk, num_values * dv], dim=-1)
-
-    def cut(x: Tensor, heads: int) -> Tensor:
-        padded = F.pad(x, (0, 0, 0, missing))
-        return padded.view(chunks, _CHUNK, heads, -1).permute(2, 0, 1, 3)
-
-    repeat = num_values // num_key_heads
-    q, k = cut(q, num_key_heads).contiguous(), cut(k, num_key_heads).contiguous()
-    overlap_kk = (k @ k.transpose(-1, -2)).repeat_interleave(repeat, 0)
-    overlap_qk = (q @ k.transpose(-1, -2)).repeat_interleave(repeat, 0)
-    q, k = q.repeat_interleave(repeat, 0), k.repeat_interleave(repeat, 0)
-    decay, beta = cut(gates.flatten(1), num_values).unbind(-1)
-    total = decay.cumsum(-1)
-    beta = beta.unsqueeze(-1)
-    ratio = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril_().exp_().tril_()
-    inverse = unit_lower_inverse((overlap_kk * ratio).mul_(beta).tril_(-1))
-    grown = total.exp().unsqueeze(-1)
-    last = total[..., -1:].contiguous()
-    values = inverse @ (cut(v, num_values) * beta)
-    reads = inverse @ (k * (beta * grown))
-    keys = k * (last - total).exp_().unsqueeze(-1)
+    inverse, scores = torch.empty(2, num_values, chunks, _CHUNK, _CHUNK, device=qkv.device)
+    totals = torch.empty(num_values, chunks, _CHUNK, device=qkv.device)
     out = torch.empty(num_rows, num_values * dv, device=qkv.device)
-    tile = min(32, triton.next_power_of_2(dv))
+    pk = max(16, triton.next_power_of_2(dk))
+    common = {"V": num_values, "REPEAT": num_values // num_key_heads, "DK": dk, "C": channels, "L": _CHUNK, "PK": pk,
+              "OVERLAP": LAUNCH.overlap}
+    _solve[(chunks, num_values)](
+        qkv, gates, inverse, scores, totals, num_rows, chunks, **common, **LAUNCH.options(4, 1)
+    )
+    tile = max(16, min(32, triton.next_power_of_2(dv)))
     _scan[(num_values, triton.cdiv(dv, tile))](
-        values, reads, q * grown, overlap_qk.mul_(ratio), keys, last, s, out, num_rows, chunks,
-        V=num_values, DK=dk, DV=dv, L=_CHUNK, PK=max(16, triton.next_power_of_2(dk)), BV=max(16, tile),
-        OVERLAP=LAUNCH.overlap, **LAUNCH.options(4, 2),
+        qkv, gates, inverse, scores, totals, s, out, num_rows, chunks, DV=dv, BV=tile, **common, **LAUNCH.options(4, 2)
     )
     return out
 
@@ -154,7 +189,7 @@ def _scores(
 
 @triton.jit
 def _attend(
-    q, k_cache, v_cache, chosen, projected, out, start, T, num_blocks, scale,
+    q, k_cache, v_cache, chosen, projected, out, start, T, words, scale,
     GROUP: tl.constexpr, A: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
     DENSE: tl.constexpr, SPARSE: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, PD: tl.constexpr,
     OVERLAP: tl.constexpr, capacity,
@@ -183,12 +218,11 @@ def _attend(
         score = mma(query, tl.trans(key), tl.zeros([BM, BC], tl.float32)) * scale
         allowed = c[None, :] <= position[:, None]
         if SPARSE:
-            block = c // BLOCK
-            kept = tl.load(
-                chosen + m[:, None].to(tl.int64) * num_blocks + block[None, :],
-                mask=(m[:, None] < T) & (block[None, :] < complete[:, None]), other=1,
-            )
-            allowed = allowed & ((kept != 0) | (position[:, None] < DENSE))
+            # A tile of keys is 16 blocks: one word of marks a row.
+            marks = tl.load(chosen + m.to(tl.int64) * words + first // BC, mask=(m < T) & (first // BC < words), other=0)
+            marked = (marks[:, None] >> ((c - first) // BLOCK)[None, :]) & 1
+            tail = c[None, :] >= (complete * BLOCK)[:, None]
+            allowed = allowed & ((marked != 0) | tail | (position[:, None] < DENSE))
         score = tl.where(allowed, score, -1e30)
         new_best = tl.maximum(best, tl.max(score, 1))
         weight = tl.where(allowed, tl.exp(score - new_best[:, None]), 0.0)
@@ -221,16 +255,16 @@ def attend_chunk(
             IH=spec.num_index_heads, ID=spec.index_dim, BLOCK=spec.block_tokens, BT=64, BB=64,
             PI=max(16, triton.next_power_of_2(spec.index_dim)), OVERLAP=LAUNCH.overlap, **LAUNCH.options(4, 2),
         )
-        chosen = torch.empty(num_rows, num_blocks, dtype=torch.int8, device=q.device)
-        select_blocks(scores, chosen, positions, spec)
+        chosen = torch.empty(num_rows, triton.cdiv(num_blocks, 16), dtype=torch.int32, device=q.device)
+        select_blocks(scores, chosen, positions, spec, marks=True)
     out = q.new_empty(num_rows, spec.num_heads * spec.head_dim)
     dim = max(16, triton.next_power_of_2(spec.head_dim))
     tile = 128 if dim > 64 else 64
     _attend[(triton.cdiv(num_rows, tile), spec.num_heads)](
-        q, state.k[layer, slot], state.v[layer, slot], chosen, projected, out, start, num_rows, num_blocks,
-        spec.head_dim**-0.5,
+        q, state.k[layer, slot], state.v[layer, slot], chosen, projected, out, start, num_rows,
+        triton.cdiv(num_blocks, 16), spec.head_dim**-0.5,
         GROUP=spec.num_heads // spec.num_kv_heads, A=spec.num_heads, D=spec.head_dim, ROW=projected.shape[1],
-        BLOCK=spec.block_tokens, DENSE=spec.dense_tokens, SPARSE=sparse, BM=tile, BC=64, PD=dim,
+        BLOCK=spec.block_tokens, DENSE=spec.dense_tokens, SPARSE=sparse, BM=tile, BC=16 * spec.block_tokens, PD=dim,
         OVERLAP=LAUNCH.overlap, capacity=state.capacity, **LAUNCH.options(8 if tile == 128 else 4, 2),
     )
     return out

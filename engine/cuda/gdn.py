@@ -43,51 +43,56 @@ class GdnWeights:
         return sum(t.numel() * t.element_size() for t in parts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _heads(
     projected, conv, decay, dt_bias, history, qkv, gates, row_slots, starts,
+    R,
     K: tl.constexpr, V: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, P: tl.constexpr, OVERLAP: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, BT: tl.constexpr, P: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """Grid (rows, 2*K + V): one head of q, k or v each, convolved, and q and k of unit length: qkv fp32 [R, C].
+    """Grid (tiles of rows, 2*K + V): one head of q, k or v, convolved, and q and k of unit length: qkv fp32 [R, C].
 
-    Keeps the row's convolution inputs; a value head also gives its gates fp32 [R, V, 2]: decay factor and beta. With
+    Keeps the rows' convolution inputs; a value head also gives its gates fp32 [R, V, 2]: decay factor and beta. With
     CHUNK it keeps nothing and gives the decay's logarithm.
     """
-    row = tl.program_id(0)
+    row = tl.program_id(0) * BT + tl.arange(0, BT)
     head = tl.program_id(1)
     ROW: tl.constexpr = C + V * DV + 2 * V
     i = tl.arange(0, P)
     is_key = head < 2 * K
-    inside = i < tl.where(is_key, DK, DV)
     channel = tl.where(is_key, head * DK, 2 * K * DK + (head - 2 * K) * DV) + i
+    in_row = row < R
+    inside = in_row[:, None] & (i < tl.where(is_key, DK, DV))[None, :]
     wait(OVERLAP)
-    slot = tl.load(row_slots + row).to(tl.int64)
-    j = row - tl.load(starts + row)
-    own = projected + row * ROW
-    past = history + slot * ((WIDTH - 1 + ROWS) * C) + channel
-    total = tl.zeros([P], tl.float32)
+    slot = tl.load(row_slots + row, mask=in_row, other=0).to(tl.int64)
+    j = (row - tl.load(starts + row, mask=in_row, other=0))[:, None]
+    own = projected + row[:, None] * ROW + channel[None, :]
+    past = history + (slot * ((WIDTH - 1 + ROWS) * C))[:, None] + channel[None, :]
+    total = tl.zeros([BT, P], tl.float32)
     for tap in tl.static_range(WIDTH):
         back = tap - (WIDTH - 1)
         old = tl.load(past + (j + tap) * C, mask=inside & (j + back < 0), other=0.0)
-        new = tl.load(own + back * ROW + channel, mask=inside & (j + back >= 0), other=0.0)
-        factor = tl.load(conv + tap * C + channel, mask=inside, other=0.0)
-        total += (old.to(tl.float32) + new.to(tl.float32)) * factor.to(tl.float32)
+        new = tl.load(own + back * ROW, mask=inside & (j + back >= 0), other=0.0)
+        factor = tl.load(conv + tap * C + channel, mask=i < tl.where(is_key, DK, DV), other=0.0)
+        total += (old.to(tl.float32) + new.to(tl.float32)) * factor.to(tl.float32)[None, :]
         if back == 0 and not CHUNK:
             tl.store(past + (WIDTH - 1 + j) * C, new, mask=inside)
     total = total.to(tl.bfloat16).to(tl.float32)
     value = (total * sigmoid(total)).to(tl.bfloat16).to(tl.float32)
     if is_key:
-        value *= tl.rsqrt(tl.sum(value * value, 0) + 1e-6) * tl.where(head < K, DK ** -0.5, 1.0)
+        scale = tl.rsqrt(tl.sum(value * value, 1) + 1e-6) * tl.where(head < K, DK ** -0.5, 1.0)
+        value *= scale[:, None]
     else:
         v = head - 2 * K
-        b = tl.load(own + C + V * DV + v).to(tl.float32)
-        a = tl.load(own + C + V * DV + V + v).to(tl.float32) + tl.load(dt_bias + v)
+        at = projected + row * ROW + C + V * DV + v
+        b = tl.load(at, mask=in_row, other=0.0).to(tl.float32)
+        a = tl.load(at + V, mask=in_row, other=0.0).to(tl.float32) + tl.load(dt_bias + v)
         soft = tl.maximum(a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(a)))
         log_decay = soft * tl.load(decay + v)
-        tl.store(gates + (row * V + v) * 2, log_decay if CHUNK else tl.exp(log_decay))
-        tl.store(gates + (row * V + v) * 2 + 1, sigmoid(b))
-    tl.store(qkv + row * C + channel, value, mask=inside)
+        tl.store(gates + (row * V + v) * 2, log_decay if CHUNK else tl.exp(log_decay), mask=in_row)
+        tl.store(gates + (row * V + v) * 2 + 1, sigmoid(b), mask=in_row)
+    tl.store(qkv + row[:, None] * C + channel[None, :], value, mask=inside)
 
 
 @triton.jit
@@ -144,14 +149,15 @@ def _steps(
 @triton.jit
 def _gate(
     x, projected, norm, out, eps,
-    V: tl.constexpr, DV: tl.constexpr, C: tl.constexpr, SILU: tl.constexpr, PV: tl.constexpr, OVERLAP: tl.constexpr,
+    V: tl.constexpr, DV: tl.constexpr, C: tl.constexpr, SILU: tl.constexpr, BH: tl.constexpr, PV: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """Grid (rows, value heads): out bf16 [R, V*DV] = gated RMS norm of x fp32 [R, V*DV]."""
+    """Grid (rows, tiles of value heads): out bf16 [R, V*DV] = gated RMS norm of x fp32 [R, V*DV], head by head."""
     row = tl.program_id(0)
-    head = tl.program_id(1)
-    i = tl.arange(0, PV)
-    inside = i < DV
-    scale = tl.load(norm + i, mask=inside, other=0.0).to(tl.float32)
+    head = (tl.program_id(1) * BH + tl.arange(0, BH))[:, None]
+    i = tl.arange(0, PV)[None, :]
+    inside = (i < DV) & (head < V)
+    scale = tl.load(norm + i, mask=i < DV, other=0.0).to(tl.float32)
     wait(OVERLAP)
     at = row * (V * DV) + head * DV + i
     o = tl.load(x + at, mask=inside, other=0.0)
@@ -159,7 +165,8 @@ def _gate(
     gate = sigmoid(z)
     if SILU:
         gate = z * gate
-    normed = (o * tl.rsqrt(tl.sum(o * o, 0) / DV + eps)).to(tl.bfloat16).to(tl.float32)
+    root = tl.rsqrt(tl.sum(o * o, 1) / DV + eps)
+    normed = (o * root[:, None]).to(tl.bfloat16).to(tl.float32)
     tl.store(out + at, (normed * scale).to(tl.bfloat16).to(tl.float32) * gate, mask=inside)
 
 
@@ -264,12 +271,14 @@ def convolve_heads(
 ) -> None:
     """projected [R, ...] -> qkv fp32 [R, C] and gates fp32 [R, V, 2]; history [slots, width-1 + rows, C]. See `_heads`."""
     keys, values = spec.num_key_heads, spec.num_value_heads
-    _heads[(projected.shape[0], 2 * keys + values)](
-        projected, weights.conv, weights.decay, weights.dt_bias, history, qkv, gates, row_slots, starts,
+    num_rows = projected.shape[0]
+    tile = 16 if chunk else 1
+    _heads[(triton.cdiv(num_rows, tile), 2 * keys + values)](
+        projected, weights.conv, weights.decay, weights.dt_bias, history, qkv, gates, row_slots, starts, num_rows,
         K=keys, V=values, DK=spec.key_dim, DV=spec.value_dim, C=spec.conv_channels, WIDTH=spec.conv_width,
-        ROWS=history.shape[1] - spec.conv_width + 1, CHUNK=chunk,
+        ROWS=history.shape[1] - spec.conv_width + 1, CHUNK=chunk, BT=tile,
         P=triton.next_power_of_2(max(spec.key_dim, spec.value_dim)),
-        OVERLAP=LAUNCH.overlap, **LAUNCH.options(1, 1),
+        OVERLAP=LAUNCH.overlap, **LAUNCH.options(4 if chunk else 1, 1),
     )
 
 
@@ -277,10 +286,14 @@ def gate_heads(
     x: Tensor, projected: Tensor, weights: GdnWeights, spec: GdnSpec, eps: float, out: Tensor
 ) -> None:
     """x fp32 [R, V*dv] -> out bf16 [R, V*dv], normed per head and gated by z of `projected`."""
-    _gate[(projected.shape[0], spec.num_value_heads)](
+    num_rows = projected.shape[0]
+    # A program per head while there are few rows, so that the chip is full; else it would only be full of starts.
+    tile = 1 if num_rows <= 64 else 16
+    _gate[(num_rows, triton.cdiv(spec.num_value_heads, tile))](
         x, projected, weights.norm, out, eps,
         V=spec.num_value_heads, DV=spec.value_dim, C=spec.conv_channels, SILU=spec.gate == "silu",
-        PV=triton.next_power_of_2(spec.value_dim), OVERLAP=LAUNCH.overlap, **LAUNCH.options(1, 1),
+        BH=tile, PV=triton.next_power_of_2(spec.value_dim), OVERLAP=LAUNCH.overlap,
+        **LAUNCH.options(1 if tile == 1 else 4, 1),
     )
 
 

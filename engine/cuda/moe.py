@@ -30,7 +30,7 @@ _ROW_TILE = 16
 
 @dataclass(frozen=True, slots=True)
 class MoeWeights:
-    """head bf16 [E + 1 + 2*shared, H]: router, shared gate, shared gate and up rows; shared_down bf16 [H, shared];
+    """head bf16 [E + 1 + 2*shared, padded to 8, H]: router, shared gate, shared gate and up rows; shared_down bf16 [H, shared];
     gate_up 4 bits [E, 2*I, H], gate and up rows alternating; down 4 bits [E, H, I]."""
 
     head: Tensor
@@ -65,7 +65,7 @@ class MoeScratch:
             return torch.empty(max_rows, *shape, dtype=dtype, device=device)
 
         return MoeScratch(
-            head=empty(spec.num_experts + 1 + 2 * spec.shared_dim),
+            head=empty(-(-(spec.num_experts + 1 + 2 * spec.shared_dim) // 8) * 8),
             weights=empty(spec.num_active, dtype=torch.float32),
             ids=empty(spec.num_active, dtype=torch.int32),
             shared=empty(spec.shared_dim),
@@ -78,12 +78,11 @@ class MoeScratch:
 @triton.jit
 def _route(
     head, weights, ids, shared,
-    E: tl.constexpr, TOP: tl.constexpr, SHARED: tl.constexpr, NORMALIZE: tl.constexpr,
+    ROW: tl.constexpr, E: tl.constexpr, TOP: tl.constexpr, SHARED: tl.constexpr, NORMALIZE: tl.constexpr,
     PE: tl.constexpr, PT: tl.constexpr, PS: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """Grid (rows): the TOP largest of softmax(router logits), equal ones by rising id; and the shared expert's middle."""
     row = tl.program_id(0).to(tl.int64)
-    ROW: tl.constexpr = E + 1 + 2 * SHARED
     e = tl.arange(0, PE)
     t = tl.arange(0, PT)
     i = tl.arange(0, PS)
@@ -183,7 +182,7 @@ def _gate_up(
     H: tl.constexpr, GROUPS: tl.constexpr, TILES: tl.constexpr, I: tl.constexpr,
     TOP: tl.constexpr, PT: tl.constexpr, PM: tl.constexpr,
     BN: tl.constexpr, BM: tl.constexpr, GROUP: tl.constexpr, QUARTER: tl.constexpr, TILE: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    ONE: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """Grid (tiles of rows of gate and up, pairs): hidden [R, TOP, I] = silu(gate) * up.
 
@@ -192,7 +191,12 @@ def _gate_up(
     tile = tl.program_id(0)
     pair = tl.program_id(1)
     wait(OVERLAP)
-    expert, is_first, count, place, rank = _chosen(ids, pair, R, TOP, PT, PM)
+    if ONE:
+        expert, is_first, count = tl.load(ids + pair), pair >= 0, 1
+        place = tl.where(tl.arange(0, PM) == 0, 0, PM)
+        rank = tl.arange(0, PM) * 0 + pair
+    else:
+        expert, is_first, count, place, rank = _chosen(ids, pair, R, TOP, PT, PM)
     if tile == 0:
         own = lists + pair * (1 + PM)
         m = tl.arange(0, PM)
@@ -240,7 +244,7 @@ def _down(
 def _combine(
     shared, w, head, weights, parts, streams, inject,
     R,
-    H: tl.constexpr, E: tl.constexpr, SHARED: tl.constexpr, TOP: tl.constexpr, S: tl.constexpr,
+    H: tl.constexpr, ROW: tl.constexpr, E: tl.constexpr, SHARED: tl.constexpr, TOP: tl.constexpr, S: tl.constexpr,
     BN: tl.constexpr, BM: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """Grid (tiles of columns): streams += inject (x) (sigmoid(shared gate) * shared down + sum of weighted parts)."""
@@ -259,7 +263,7 @@ def _combine(
     if K2 > 0:
         x2 = tl.load(shared + m[None, :] * SHARED + k2[:, None], mask=in_rows & (k2[:, None] < SHARED), other=0.0)
         acc = mma(w2, x2, acc)
-    gate = tl.load(head + m * (E + 1 + 2 * SHARED) + E, mask=m < R, other=0.0).to(tl.float32)
+    gate = tl.load(head + m * ROW + E, mask=m < R, other=0.0).to(tl.float32)
     y = acc.to(tl.bfloat16).to(tl.float32) * sigmoid(gate)[None, :]
     inside = (m[None, :] < R) & (n[:, None] < H)
     for rank in tl.static_range(TOP):
@@ -286,7 +290,7 @@ def moe_into_streams(
     first, rest = two_parts(spec.shared_dim)
     _combine[(triton.cdiv(hidden, 16),)](
         scratch.shared, weights.shared_down, head, scratch.weights, scratch.parts, streams, inject, num_rows,
-        H=hidden, E=spec.num_experts, SHARED=spec.shared_dim, TOP=spec.num_active, S=inject.shape[1],
+        H=hidden, ROW=head.shape[1], E=spec.num_experts, SHARED=spec.shared_dim, TOP=spec.num_active, S=inject.shape[1],
         BN=16, BM=row_tile(num_rows), K1=first, K2=rest, OVERLAP=LAUNCH.overlap, **LAUNCH.options(4, 1),
     )
 
@@ -313,7 +317,7 @@ def multiply_experts(
     up, down = weights.gate_up, weights.down
     _gate_up[(triton.cdiv(2 * spec.expert_dim, cut.up_rows), pairs)](
         x, up.words, up.scales, scratch.ids, scratch.hidden, scratch.lists, num_rows,
-        TOP=spec.num_active, PT=triton.next_power_of_2(spec.num_active), GROUPS=up.num_groups, TILES=up.words.shape[1], BN=cut.up_rows, **shared,
+        TOP=spec.num_active, PT=triton.next_power_of_2(spec.num_active), ONE=num_rows == 1, GROUPS=up.num_groups, TILES=up.words.shape[1], BN=cut.up_rows, **shared,
         **LAUNCH.options(cut.warps, cut.up_stages),
     )
     _down[(triton.cdiv(hidden, cut.down_rows), pairs)](
@@ -324,15 +328,15 @@ def multiply_experts(
 
 
 def route(head: Tensor, scratch: MoeScratch, spec: MoeSpec) -> None:
-    """head bf16 [R, E + 1 + 2*shared] -> scratch.weights, ids and shared."""
+    """head bf16 [R, rows of MoeWeights.head] -> scratch.weights, ids and shared."""
     route_into(head, scratch.weights, scratch.ids, scratch.shared, spec)
 
 
 def route_into(head: Tensor, weights: Tensor, ids: Tensor, shared: Tensor, spec: MoeSpec) -> None:
-    """head bf16 [R, E + 1 + 2*shared] -> weights fp32 and ids int32 [R, k], shared bf16 [R, shared]."""
+    """head bf16 [R, rows of MoeWeights.head] -> weights fp32 and ids int32 [R, k], shared bf16 [R, shared]."""
     _route[(head.shape[0],)](
         head, weights, ids, shared,
-        E=spec.num_experts, TOP=spec.num_active, SHARED=spec.shared_dim, NORMALIZE=spec.normalize,
+        ROW=head.shape[1], E=spec.num_experts, TOP=spec.num_active, SHARED=spec.shared_dim, NORMALIZE=spec.normalize,
         PE=triton.next_power_of_2(spec.num_experts), PT=triton.next_power_of_2(spec.num_active),
         PS=triton.next_power_of_2(spec.shared_dim), OVERLAP=LAUNCH.overlap, **LAUNCH.options(1, 1),
     )

@@ -79,7 +79,7 @@ class Prefill:
         normed = norm_rows(streams, weights.scale, weights.eps, weights.num_streams)
         down = F.linear(normed, weights.down)
         up = F.linear(F.silu(down[:, : weights.rank]), weights.up)
-        return mix_streams(up, normed, weights.num_streams), down[:, weights.rank :].tanh().add_(1.0)
+        return mix_streams(up, normed, weights.num_streams), down[:, weights.rank : weights.rank + weights.num_streams].tanh().add_(1.0)
 
     def _mixer(
         self, mixed: Tensor, layer: CudaLayer, slot: int, start: int, where: tuple[Tensor, Tensor, Tensor]

@@ -221,7 +221,7 @@ def _select(
 ):
     """Grid (rows): the BUDGET blocks of largest score, ascending; among equal ones at the cut the earliest.
 
-    chosen: int32 [R, BUDGET], or with MASK int8 [R, blocks], 1 where a complete block is chosen.
+    chosen: int32 [R, BUDGET], or with MASK int32 [R, ceil(blocks / 16)]: 16 marks each, of complete blocks chosen.
 
     Scores are never negative, so their bits order as they do; the cut is found digit by digit.
     """
@@ -260,7 +260,10 @@ def _select(
             kept = keep.to(tl.int32)
             place = taken + tl.cumsum(kept, 0) - kept
             if MASK:
-                tl.store(chosen + row.to(tl.int64) * num_blocks + b, kept.to(tl.int8), mask=inside)
+                marks = tl.sum(kept.reshape(BB // 16, 16) << tl.arange(0, 16)[None, :], 1)
+                word = first // 16 + tl.arange(0, BB // 16)
+                words = tl.cdiv(num_blocks, 16)
+                tl.store(chosen + row.to(tl.int64) * words + word, marks, mask=word < words)
             else:
                 tl.store(chosen + row * BUDGET + place, b, mask=keep & (place < BUDGET))
             taken += tl.sum(kept, 0)
@@ -425,13 +428,13 @@ def _choose_blocks(
     select_blocks(scratch.scores[:num_rows], scratch.blocks, positions, spec)
 
 
-def select_blocks(scores: Tensor, chosen: Tensor, positions: Tensor, spec: QsaSpec) -> None:
-    """scores fp32 [R, blocks] -> chosen: int32 [R, budget], ascending, or int8 [R, blocks] marks.
+def select_blocks(scores: Tensor, chosen: Tensor, positions: Tensor, spec: QsaSpec, *, marks: bool = False) -> None:
+    """scores fp32 [R, blocks] -> chosen: int32 [R, budget], ascending; or int32 [R, ceil(blocks / 16)], 16 marks each.
 
     Rows that see no more than the budget are left alone.
     """
     _select[(scores.shape[0],)](
         scores, chosen, positions, scores.shape[1],
         BLOCK=spec.block_tokens, DENSE=spec.dense_tokens, BUDGET=spec.budget_blocks, BB=_SELECT_TILE,
-        MASK=chosen.dtype == torch.int8, OVERLAP=LAUNCH.overlap, **LAUNCH.options(8, 1),
+        MASK=marks, OVERLAP=LAUNCH.overlap, **LAUNCH.options(8, 1),
     )

@@ -24,7 +24,7 @@ _MAX_SLICE = 512
 
 @dataclass(frozen=True, slots=True)
 class ResidualWeights:
-    """scale fp32 [S*H] = (1 + w) / S; down bf16 [rank + S or rank, S*H], injection rows halved; up bf16 [S*H, rank]."""
+    """scale fp32 [S*H] = (1 + w) / S; down bf16 [rank + S padded to 8, or rank, S*H], injection rows halved; up bf16 [S*H, rank]."""
 
     scale: Tensor
     down: Tensor
@@ -32,6 +32,11 @@ class ResidualWeights:
     rank: int
     num_streams: int
     eps: float
+
+    @property
+    def has_inject(self) -> bool:
+        """Whether there are injection rows."""
+        return self.down.shape[0] > self.rank
 
     @property
     def num_bytes(self) -> int:
@@ -164,7 +169,7 @@ def read_streams(
     s = weights.num_streams
     hidden = width // s
     slices = num_slices(hidden)
-    num_out = weights.down.shape[0]
+    num_out = weights.rank + (s if weights.has_inject else 0)
     rows = row_tile(num_rows)
     tiles = triton.cdiv(num_out, _DOWN_TILE)
     first, rest = two_parts(weights.rank)

@@ -196,8 +196,7 @@ class CudaStep:
         """The mixed row and injection weights."""
         num_rows = streams.shape[0]
         mixed, inject = self._buffers.mixed[:num_rows], self._buffers.inject[:num_rows]
-        has_inject = weights.down.shape[0] > weights.rank
-        read_streams(streams, weights, self._buffers.residual, mixed, inject if has_inject else None)
+        read_streams(streams, weights, self._buffers.residual, mixed, inject if weights.has_inject else None)
         return mixed, inject
 
     def _projected(self, num_rows: int, weight: Tensor) -> Tensor:

@@ -163,7 +163,7 @@ class CudaLoader:
         down = self._tensor(f"{prefix}input_mix_weight_down.weight", (spec.mix_rank, width))
         if inject:
             name = f"{prefix}block_inject_weight.weight"
-            down = torch.cat((down, self._tensor(name, (spec.num_streams, width)) * 0.5))
+            down = _padded(torch.cat((down, self._tensor(name, (spec.num_streams, width)) * 0.5)))
         return ResidualWeights(
             scale=self._norm(f"{prefix}hc_norm.weight", width) / spec.num_streams,
             down=down,
@@ -216,12 +216,12 @@ class CudaLoader:
         spec, moe = self._spec, self._spec.moe
         gate_up, down = self._experts(f"{prefix}experts.")
         return MoeWeights(
-            head=self._fused(
+            head=_padded(self._fused(
                 (f"{prefix}gate.weight", (moe.num_experts, spec.hidden)),
                 (f"{prefix}shared_expert_gate.weight", (1, spec.hidden)),
                 (f"{prefix}shared_expert.gate_proj.weight", (moe.shared_dim, spec.hidden)),
                 (f"{prefix}shared_expert.up_proj.weight", (moe.shared_dim, spec.hidden)),
-            ),
+            )),
             shared_down=self._tensor(f"{prefix}shared_expert.down_proj.weight", (spec.hidden, moe.shared_dim)),
             gate_up=gate_up,
             down=down,
@@ -323,3 +323,8 @@ def _joined(parts: list[Packed4]) -> Packed4:
     return Packed4(
         words=torch.cat([part.words for part in parts]), scales=torch.cat([part.scales for part in parts])
     )
+
+
+def _padded(weight: Tensor) -> Tensor:
+    """Zero rows up to a multiple of 8: library products of other widths are several times slower."""
+    return torch.nn.functional.pad(weight, (0, 0, 0, -weight.shape[0] % 8))
