@@ -34,6 +34,8 @@ _SAME = (
     "spec_min_p",
     "enable_thinking",
     "chat_template_kwargs",
+    "thinking_budget",
+    "structured_outputs",
     "prompt_cache_key",
 )
 _NAMES = {
@@ -41,7 +43,7 @@ _NAMES = {
     "stop": "stop_sequences",
     "response_format": "output_format",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
-    "thinking_budget": "thinking.budget_tokens",
+    "thinking_token_budget": "thinking.budget_tokens",
     "user": "metadata.user_id",
 }
 _UNSUPPORTED = ("container", "mcp_servers", "context_management", "fallbacks")
@@ -228,19 +230,18 @@ def _tool_choice(fields: Fields) -> JsonObject:
 
 def _thinking(fields: Fields) -> JsonObject:
     """As there, nothing is thought unless it is asked for."""
-    own = fields.object("chat_template_kwargs")
-    if fields.get("enable_thinking") is not None or (own and "enable_thinking" in own.values):
-        return {}
     thinking = fields.object("thinking")
-    if thinking is None:
-        return {"enable_thinking": False}
-    kind = thinking.one_of("type", ("enabled", "disabled", "adaptive"))
-    if kind is None:
-        refuse(thinking.param("type"), "is required")
-    budget = thinking.integer("budget_tokens", 1, MAX_TOKENS)
-    if kind == "disabled":
-        return {"enable_thinking": False}
-    return {"enable_thinking": True, "thinking_budget": budget}
+    kind, budget = "disabled", None
+    if thinking is not None:
+        kind = thinking.one_of("type", ("enabled", "disabled", "adaptive"))
+        if kind is None:
+            refuse(thinking.param("type"), "is required")
+        budget = thinking.integer("budget_tokens", 1, MAX_TOKENS)
+    chat: JsonObject = {} if kind == "disabled" else {"thinking_token_budget": budget}
+    own = fields.object("chat_template_kwargs")
+    if fields.get("enable_thinking") is None and not (own and "enable_thinking" in own.values):
+        chat["enable_thinking"] = kind != "disabled"
+    return chat
 
 
 def _output_format(fields: Fields) -> JsonObject:

@@ -43,6 +43,9 @@ _SAME = (
     "spec_min_p",
     "enable_thinking",
     "chat_template_kwargs",
+    "thinking_budget",
+    "thinking_token_budget",
+    "structured_outputs",
 )
 _NAMES = {
     # Names of the chat's fields, and what they came from.

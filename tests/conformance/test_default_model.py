@@ -12,6 +12,8 @@ import httpx
 import orjson
 import pytest
 import pytest_asyncio
+from anthropic import AsyncAnthropic
+from anthropic.types import Message
 from openai import AsyncOpenAI
 
 from gateway.preparation import choice_seed
@@ -124,6 +126,46 @@ async def test_choices_share_their_prompt_and_are_those_of_separate_requests(
     assert first.prompt_tokens == again.prompt_tokens
     assert first.prompt_tokens_details.cached_tokens == 0
     assert 0 < (again.prompt_tokens_details.cached_tokens or 0) < again.prompt_tokens
+
+
+@pytest.mark.parametrize("budget", [1, 6])
+async def test_a_thinking_budget_of_anthropics_holds_and_the_answer_follows(
+    url: str, budget: int
+) -> None:
+    asked: Any = {
+        "model": "default",
+        "max_tokens": budget + 20,
+        "messages": [{"role": "user", "content": QUESTIONS[0]}],
+        "extra_body": {"seed": 3, "enable_thinking": None},
+    }
+    thinking: Any = {"type": "enabled", "budget_tokens": budget}
+    async with (
+        AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as anthropic,
+        httpx.AsyncClient(base_url=url, timeout=60) as http,
+    ):
+        free = await anthropic.messages.create(**asked, thinking={"type": "adaptive"})
+        whole = await anthropic.messages.create(**asked, thinking=thinking)
+        async with anthropic.messages.stream(**asked, thinking=thinking) as stream:
+            streamed = await stream.get_final_message()
+        off = await anthropic.messages.create(**asked, thinking={"type": "disabled"})
+        counts = [await num_tokens(http, block_texts(answer)[0]) for answer in (free, whole)]
+    assert [block.type for block in whole.content] == ["thinking", "text"]
+    assert block_texts(streamed) == block_texts(whole)
+    # So long the thought is the model's own, then it is closed; without the budget it had gone on.
+    assert block_texts(free)[0].startswith(block_texts(whole)[0])
+    assert counts[1] == budget < counts[0]
+    assert block_texts(whole)[1]
+    assert [block.type for block in off.content] == ["text"]
+
+
+def block_texts(answer: Message) -> list[str]:
+    blocks = [block.to_dict() for block in answer.content]
+    return [str(block.get("thinking") or block.get("text")) for block in blocks]
+
+
+async def num_tokens(client: httpx.AsyncClient, text: str) -> int:
+    reply = await client.post("/tokenize", json={"prompt": text})
+    return reply.json()["count"]
 
 
 async def test_twenty_streams_finish_with_right_usage(url: str) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import TYPE_CHECKING, Any
 
 import anthropic
 import pytest
 
-from engine.fake import FakeScript, Fault, FaultKind
+from engine.fake import FakeEngine, FakeScript, Fault, FaultKind
 from gateway.config import ApiKey, GatewayConfig
-from tests.conformance.live import MODEL, chat_body, ids_of, live_server, says
+from gateway.messages_wire import parse_message
+from gateway.preparation import Preparer
+from tests.conformance.live import MODEL, chat_body, default_files, ids_of, live_server, says
 
 if TYPE_CHECKING:
     from anthropic.types import MessageParam, ToolParam
@@ -226,11 +229,42 @@ async def test_thinking_is_off_unless_asked_for() -> None:
     async with live_server(says("Hm.\n</think>\n\nYes.")) as live:
         on = await live.client.post(PATH, json=body(thinking={"type": "adaptive"}))
         assert [block["type"] for block in on.json()["content"]] == ["thinking", "text"]
-        budget = body(thinking={"type": "enabled", "budget_tokens": 1})
-        cut = (await live.client.post(PATH, json=budget)).json()
-        assert cut["content"][0]["type"] == "thinking"
         off = (await live.client.post(PATH, json=body())).json()
         assert off["content"][0]["text"].startswith("Hm.")
+
+
+@pytest.mark.parametrize(
+    ("fields", "thinks", "budget"),
+    [
+        ({}, False, None),
+        ({"thinking": {"type": "disabled"}}, False, None),
+        ({"thinking": {"type": "adaptive"}}, True, None),
+        ({"thinking": {"type": "enabled"}}, True, None),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1}}, True, 1),
+        ({"thinking": {"type": "enabled", "budget_tokens": 2048}}, True, 2048),
+        # What the extras of this server say wins.
+        ({"enable_thinking": True}, True, None),
+        ({"enable_thinking": False, "thinking": {"type": "enabled"}}, False, None),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, True, None),
+        (
+            {"enable_thinking": True, "thinking": {"type": "enabled", "budget_tokens": 9}},
+            True,
+            9,
+        ),
+        ({"thinking": {"type": "adaptive"}, "thinking_budget": 7}, True, 7),
+    ],
+)
+def test_what_thinking_becomes(fields: dict[str, object], thinks: bool, budget: int | None) -> None:
+    request = parse_message(json.dumps(body(**fields)).encode())
+    preparer = Preparer(default_files(), FakeEngine(FakeScript()).info)
+    (prepared,) = asyncio.run(preparer.chat(request, request_id="r", owner=""))
+    assert prepared.in_thought is thinks
+    thought = prepared.request.sampling.thought
+    assert (None if thought is None else thought.budget) == budget
+    if thought is not None:
+        assert thought.is_open
+        opening = default_files().encoder.encode_plain("\n</think>\n\n", parse_special=True)
+        assert thought.closing_ids == opening
 
 
 @pytest.mark.parametrize(
@@ -267,6 +301,12 @@ async def test_thinking_is_off_unless_asked_for() -> None:
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"thinking": {"type": "on"}}, "thinking.type"),
         ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
+        (
+            {"thinking": {"type": "enabled", "budget_tokens": 5}, "thinking_budget": 6},
+            "thinking_budget",
+        ),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
         ({"metadata": {"user_id": 3}}, "metadata.user_id"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"stream": "yes"}, "stream"),

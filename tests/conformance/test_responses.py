@@ -244,6 +244,8 @@ async def test_logprobs_are_those_of_the_text(spec: int) -> None:
         ({"text": {"verbosity": "loud"}}, "text.verbosity"),
         ({"text": {"format": {"type": "xml"}}}, "text.format"),
         ({"metadata": 3}, "metadata"),
+        ({"thinking_token_budget": -1}, "thinking_token_budget"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
     ],
 )
 async def test_wrong_bodies_are_refused_by_the_clients_own_names(
