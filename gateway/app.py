@@ -54,7 +54,7 @@ def build_app(service: Service) -> Starlette:
             status_route(service),
             *Endpoints(service).routes(),
             *OtherApis(service).routes(),
-            openapi_route(service.version),
+            openapi_route(service.version, service.scheduler.info),
         ],
         middleware=middleware,
         exception_handlers={HTTPException: _http_error},

@@ -21,7 +21,7 @@ from gateway.fields import (
 )
 
 _THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
-_TEXT_PARTS = ("text", "input_text", "output_text")
+TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 class Role(StrEnum):
@@ -33,7 +33,7 @@ class Role(StrEnum):
     TOOL = "tool"
 
 
-_ROLES = {
+ROLES = {
     "system": Role.SYSTEM,
     "developer": Role.SYSTEM,
     "user": Role.USER,
@@ -85,10 +85,10 @@ def _merge_leading_system(messages: list[Message]) -> tuple[Message, ...]:
 
 
 def _parse_message(fields: Fields) -> Message:
-    role_name = fields.one_of("role", tuple(_ROLES))
+    role_name = fields.one_of("role", tuple(ROLES))
     if role_name is None:
         refuse(fields.param("role"), "is required")
-    role = _ROLES[role_name]
+    role = ROLES[role_name]
     content = _parse_content(fields)
     name = fields.string("name")
     if role is Role.ASSISTANT:
@@ -151,7 +151,7 @@ def _parse_part(part: Fields) -> str:
         refuse(part.param("type"), "is required")
     if kind == "refusal":
         text = part.string("refusal")
-    elif kind in _TEXT_PARTS:
+    elif kind in TEXT_PARTS:
         text = part.string("text")
     else:
         refuse(

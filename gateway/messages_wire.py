@@ -46,7 +46,7 @@ _NAMES = {
     "thinking_token_budget": "thinking.budget_tokens",
     "user": "metadata.user_id",
 }
-_UNSUPPORTED = ("container", "mcp_servers", "context_management", "fallbacks")
+UNSUPPORTED = ("container", "mcp_servers", "context_management", "fallbacks")
 
 
 def parse_message(body: bytes) -> ChatRequest:
@@ -63,7 +63,7 @@ def parse_count(body: bytes) -> ChatRequest:
 
 
 def _read(fields: Fields) -> ChatRequest:
-    for name in _UNSUPPORTED:
+    for name in UNSUPPORTED:
         value = fields.get(name)
         if value is not None and value not in ([], {}):
             refuse(name, f"is not supported by this server; found {describe(value)}")

@@ -56,7 +56,7 @@ _NAMES = {
     "logprobs": "include",
     "verbosity": "text.verbosity",
 }
-_OFF: dict[str, tuple[object, ...]] = {
+OFF: dict[str, tuple[object, ...]] = {
     # Known fields that are not honoured, and the values that ask for nothing.
     "background": (False,),
     "context_management": ([],),
@@ -73,7 +73,7 @@ _REASONS = {
     "store": "must be false: this server keeps no responses",
 }
 _LOGPROBS = "message.output_text.logprobs"
-_INCLUDED = (
+INCLUDED = (
     "reasoning.encrypted_content",  # the thought is in the answer as it is: there is nothing to encrypt
     _LOGPROBS,
 )
@@ -111,7 +111,7 @@ def parse_response(body: bytes) -> ResponseRequest:
 
 
 def _refuse_unsupported(fields: Fields) -> None:
-    for name, off in _OFF.items():
+    for name, off in OFF.items():
         value = fields.get(name)
         if value is not None and not any(type(value) is type(x) and value == x for x in off):
             default = f"is not supported by this server; found {describe(value)}"
@@ -121,7 +121,7 @@ def _refuse_unsupported(fields: Fields) -> None:
 def _logprobs(fields: Fields) -> JsonObject:
     included = fields.array("include") or []
     for index, item in enumerate(included):
-        if item not in _INCLUDED:
+        if item not in INCLUDED:
             refuse(f"include[{index}]", f"is not supported by this server; found {describe(item)}")
     top = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
     if _LOGPROBS in included:

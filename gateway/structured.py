@@ -38,9 +38,9 @@ MAX_COMPILE_S = 1.0
 MAX_CHOICE_STRINGS = 1024
 MAX_CALLS = 16
 """Calls of one answer whose grammar is enforced."""
-_FORMAT_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+FORMAT_NAME = r"[A-Za-z0-9_-]{1,64}"
 _STRUCTURED = ("json", "regex", "choice", "grammar", "json_object")
-_NOT_STRUCTURED = ("structural_tag", "whitespace_pattern")
+NOT_STRUCTURED = ("structural_tag", "whitespace_pattern")
 _ANY_OBJECT: JsonObject = {"type": "object"}
 _ANNOTATIONS = frozenset(
     {"title", "description", "default", "examples", "$comment", "deprecated", "readOnly"}
@@ -135,7 +135,7 @@ def _json_schema(wanted: Fields) -> Structure:
     if spec is None:
         refuse("response_format.json_schema", "is required")
     name = spec.string("name")
-    if name is None or not _FORMAT_NAME.fullmatch(name):
+    if name is None or not re.fullmatch(FORMAT_NAME, name):
         refuse(spec.param("name"), "must be 1 to 64 letters, digits, dashes or underscores")
     spec.string("description")
     spec.boolean("strict")
@@ -161,7 +161,7 @@ def _structured_outputs(fields: Fields) -> Structure | None:
     wanted = fields.object("structured_outputs")
     if wanted is None:
         return None
-    for name in _NOT_STRUCTURED:
+    for name in NOT_STRUCTURED:
         if wanted.get(name) is not None:
             refuse(wanted.param(name), "is not supported by this server")
     given = [name for name in _STRUCTURED if wanted.get(name) not in (None, False)]

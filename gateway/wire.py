@@ -38,10 +38,12 @@ MAX_LOGIT_BIASES = 1024
 MAX_TOOLS = 128
 MAX_TOKENS = 2**31 - 1
 DEFAULT_COMPLETION_TOKENS = 16
-_TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_MIN_SEED, _MAX_SEED = -(2**63), 2**64 - 1
+MAX_KEY_CHARS = 512
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+TOOL_NAME = r"[A-Za-z0-9_.-]{1,64}"
+MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1
 
-_OFF: dict[str, tuple[object, ...]] = {
+OFF: dict[str, tuple[object, ...]] = {
     # Known fields that are not honoured, and the values that ask for nothing.
     "functions": ([],),
     "function_call": ("none", "auto"),
@@ -61,8 +63,8 @@ _OFF: dict[str, tuple[object, ...]] = {
     "use_beam_search": (False,),
     "prompt_logprobs": (),
 }
-_OFF_IN_CHAT: dict[str, tuple[object, ...]] = {"echo": (False,)}
-_OFF_IN_COMPLETION: dict[str, tuple[object, ...]] = {
+OFF_IN_CHAT: dict[str, tuple[object, ...]] = {"echo": (False,)}
+OFF_IN_COMPLETION: dict[str, tuple[object, ...]] = {
     "suffix": ("",),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -70,7 +72,8 @@ _OFF_IN_COMPLETION: dict[str, tuple[object, ...]] = {
     "thinking_budget": (),
     "thinking_token_budget": (),
 }
-_RESERVED_TEMPLATE_NAMES = frozenset(
+TEMPLATE_NAME = r"[A-Za-z_][A-Za-z0-9_]{0,63}"
+RESERVED_TEMPLATE_NAMES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
 )
 
@@ -164,7 +167,7 @@ def read_chat(fields: Fields) -> ChatRequest:
     """A chat completion's fields to a ChatRequest; requests of other APIs are put into them. Raises InvalidRequest."""
     model = _model(fields)
     messages = parse_messages(fields)
-    _refuse_unsupported(fields, _OFF | _OFF_IN_CHAT)
+    _refuse_unsupported(fields, OFF | OFF_IN_CHAT)
     continue_final = fields.boolean("continue_final_message") or False
     if continue_final and (messages[-1].role is not Role.ASSISTANT or not messages[-1].content):
         refuse("continue_final_message", "needs an assistant message with text at the end")
@@ -186,7 +189,7 @@ def parse_completion(body: bytes) -> CompletionRequest:
     fields = parse_body(body)
     model = _model(fields)
     prompts = _prompts(fields)
-    _refuse_unsupported(fields, _OFF | _OFF_IN_COMPLETION)
+    _refuse_unsupported(fields, OFF | OFF_IN_COMPLETION)
     max_tokens = fields.integer("max_tokens", 1, MAX_TOKENS)
     echo = fields.boolean("echo") or False
     logprobs = fields.integer("logprobs", 0, MAX_TOP_LOGPROBS)
@@ -243,7 +246,7 @@ def _options(fields: Fields, max_tokens: int | None, top_logprobs: int | None) -
         top_p=fields.number("top_p", 0, 1, open_low=True),
         top_k=_top_k(fields),
         min_p=fields.number("min_p", 0, 1),
-        seed=fields.integer("seed", _MIN_SEED, _MAX_SEED),
+        seed=fields.integer("seed", MIN_SEED, MAX_SEED),
         presence_penalty=fields.number("presence_penalty", -2, 2),
         frequency_penalty=fields.number("frequency_penalty", -2, 2),
         repetition_penalty=fields.number("repetition_penalty", 0, 10, open_low=True),
@@ -275,8 +278,10 @@ def _thinking_budget(fields: Fields) -> int | None:
 def _conversation_key(fields: Fields) -> str:
     """Any stable name that the client gives the conversation."""
     key = fields.string("prompt_cache_key") or fields.string("user") or ""
-    if len(key) > 512:
-        refuse("prompt_cache_key", f"must have at most 512 characters; found {len(key)}")
+    if len(key) > MAX_KEY_CHARS:
+        refuse(
+            "prompt_cache_key", f"must have at most {MAX_KEY_CHARS} characters; found {len(key)}"
+        )
     return key
 
 
@@ -351,16 +356,14 @@ def _template_kwargs(fields: Fields) -> JsonObject:
     given = fields.object("chat_template_kwargs")
     kwargs = dict(given.values) if given is not None else {}
     for name in kwargs:
-        if name in _RESERVED_TEMPLATE_NAMES or not name.isidentifier():
+        if name in RESERVED_TEMPLATE_NAMES or not re.fullmatch(TEMPLATE_NAME, name):
             refuse("chat_template_kwargs", f"cannot set {name!r:.60}")
     check_depth("chat_template_kwargs", kwargs)
     thinking = fields.boolean("enable_thinking")
     if thinking is not None:
         kwargs["enable_thinking"] = thinking
     _check_thinking(kwargs)
-    effort = fields.one_of(
-        "reasoning_effort", ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-    )
+    effort = fields.one_of("reasoning_effort", EFFORTS)
     if effort == "none":
         kwargs.setdefault("enable_thinking", False)
     elif effort is not None:
@@ -395,7 +398,7 @@ def _tool(item: Fields) -> Tool:
     if function is None:
         refuse(item.param("function"), "is required")
     name = function.string("name")
-    if name is None or not _TOOL_NAME.fullmatch(name):
+    if name is None or not re.fullmatch(TOOL_NAME, name):
         refuse(
             function.param("name"), "must be 1 to 64 letters, digits, dots, dashes or underscores"
         )
