@@ -33,7 +33,6 @@ class Measured:
     file_bytes: int
     wall_s: float
     cpu_s: float
-    weight_bytes: int
     loading_bytes: int
     """Peak memory beyond that of the process before it loads."""
 
@@ -42,8 +41,7 @@ class Measured:
         mib = 2**20
         return (
             f"| {self.form} | {self.file_bytes / mib:.0f} | {self.wall_s:.2f} | {self.cpu_s:.2f} "
-            f"| {self.file_bytes / mib / self.wall_s:.0f} | {self.weight_bytes / mib:.0f} "
-            f"| {self.loading_bytes / mib:.0f} |"
+            f"| {self.file_bytes / mib / self.wall_s:.0f} | {self.loading_bytes / mib:.0f} |"
         )
 
 
@@ -63,10 +61,8 @@ def main(
         }
         _run(_TOOLS, "pack", str(model), str(forms["pack"]))
         _run(_TOOLS, "convert", str(model), str(forms["GGUF"]))
-        typer.echo(
-            "| form | MiB on disk | s | CPU s | MiB/s | MiB of weights | peak MiB while loading |"
-        )
-        typer.echo("|---|---|---|---|---|---|---|")
+        typer.echo("| form | MiB on disk | s | CPU s | MiB/s | peak MiB |")
+        typer.echo("|---|---|---|---|---|---|")
         for form, path in forms.items():
             typer.echo(_measure(form, path, runs, dtype, cold=cold).line())
 
@@ -84,7 +80,6 @@ def _measure(form: str, path: Path, runs: int, dtype: str, *, cold: bool) -> Mea
         file_bytes=sum(file.stat().st_size for file in _files(path)),
         wall_s=best["wall_s"],
         cpu_s=best["cpu_s"],
-        weight_bytes=int(best["weight_bytes"]),
         loading_bytes=int(best["peak_rss_bytes"] - best["rss_before_bytes"]),
     )
 
