@@ -1,10 +1,11 @@
 """What the gateway costs: many streams of a scripted engine, against a bare Starlette app that sends the same bytes.
 
-    python -m loadtest.gateway_bench [--streams 64] [--chunks 300] [--rounds 3]
+    python -m loadtest.gateway_bench [--streams 64] [--chunks 1000] [--rounds 3]
 
 Server, app and client are processes of their own; only HTTP passes between them. Two figures: chunks a second when
 both send as fast as they can, and how much later than the app's the gateway's slowest chunks come when both are given
-one chunk per stream every --period-ms.
+one chunk per stream every --period-ms. Counted is the time in which every stream runs: between the first chunk of the
+last one to begin and the last chunk of the first one to end. Processor seconds a chunk say what a busy machine hides.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,12 +67,41 @@ uvicorn.run(app, port={port}, log_level="warning", access_log=False)
 """
 
 
+class Watch:
+    """Processor seconds of the server and of this process when every stream had begun, and when the first one ended."""
+
+    def __init__(self, pid: int, streams: int) -> None:
+        self._pid = pid
+        self._num_waiting = streams
+        self.begin_s = self.end_s = 0.0
+        self.begin_cpu_s = self.end_cpu_s = (0.0, 0.0)
+
+    def begun(self) -> None:
+        self._num_waiting -= 1
+        if self._num_waiting == 0:
+            self.begin_s, self.begin_cpu_s = time.monotonic(), self._cpu_s()
+
+    def ended(self) -> None:
+        if self.end_s == 0.0:
+            self.end_s, self.end_cpu_s = time.monotonic(), self._cpu_s()
+
+    @property
+    def cpu_s(self) -> tuple[float, float]:
+        """(server, client) in between."""
+        begin, end = self.begin_cpu_s, self.end_cpu_s
+        return end[0] - begin[0], end[1] - begin[1]
+
+    def _cpu_s(self) -> tuple[float, float]:
+        return cpu_s_of(self._pid), time.process_time()
+
+
 @dataclass(slots=True)
 class Stream(asyncio.Protocol):
     """One request on a bare socket: when its chunks came, and their bytes if they are kept."""
 
     request: bytes
     done: asyncio.Future[None]
+    watch: Watch
     keeps: bool = False
     times_s: list[float] = field(default_factory=list[float])
     data: bytearray = field(default_factory=bytearray)
@@ -83,11 +113,15 @@ class Stream(asyncio.Protocol):
         transport.write(self.request)
 
     def data_received(self, data: bytes) -> None:
-        self.times_s += [time.monotonic()] * data.count(b"data: ")
+        count = data.count(b"data: ")
+        if count and not self.times_s:
+            self.watch.begun()
+        self.times_s += [time.monotonic()] * count
         if self.keeps:
             self.data += data
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.watch.ended()
         if not self.done.done():
             self.done.set_result(None)
 
@@ -97,7 +131,9 @@ class Round:
     """What one server did in one round."""
 
     chunks_per_s: float
-    chunks_per_cpu_s: float
+    server_us: float
+    """Processor microseconds a chunk."""
+    client_us: float
     p50_gap_ms: float
     p99_gap_ms: float
 
@@ -120,11 +156,14 @@ def request_of(port: int, num_tokens: int) -> bytes:
     )
 
 
-async def run_streams(port: int, streams: int, num_tokens: int, *, keeps: bool) -> list[Stream]:
+async def run_streams(
+    port: int, watch: Watch, streams: int, num_tokens: int, *, keeps: bool = False
+) -> list[Stream]:
     """All of them at once, to their ends."""
     loop = asyncio.get_running_loop()
     made = [
-        Stream(request_of(port, num_tokens), loop.create_future(), keeps) for _ in range(streams)
+        Stream(request_of(port, num_tokens), loop.create_future(), watch, keeps)
+        for _ in range(streams)
     ]
     for stream in made:
         await loop.create_connection(lambda stream=stream: stream, "127.0.0.1", port)
@@ -143,10 +182,12 @@ def frames_of(raw: bytes) -> bytes:
     return frames
 
 
-def measured(streams: list[Stream], cpu_s: float) -> Round:
-    count = sum(len(stream.times_s) for stream in streams)
-    begin = min(stream.times_s[0] for stream in streams)
-    end = max(stream.times_s[-1] for stream in streams)
+def measured(streams: list[Stream], watch: Watch) -> Round:
+    begin_s, end_s = watch.begin_s, watch.end_s
+    count = sum(begin_s < at_s <= end_s for stream in streams for at_s in stream.times_s)
+    if not count:
+        raise SystemExit("the streams did not run at the same time: ask for more chunks")
+    server_s, client_s = watch.cpu_s
     gaps = [
         (after - before) * 1e3
         for stream in streams
@@ -154,8 +195,9 @@ def measured(streams: list[Stream], cpu_s: float) -> Round:
     ]
     cuts = statistics.quantiles(gaps, n=100)
     return Round(
-        chunks_per_s=count / (end - begin),
-        chunks_per_cpu_s=count / max(cpu_s, 1e-3),
+        chunks_per_s=count / (end_s - begin_s),
+        server_us=server_s / count * 1e6,
+        client_us=client_s / count * 1e6,
         p50_gap_ms=cuts[49],
         p99_gap_ms=cuts[98],
     )
@@ -208,16 +250,15 @@ def free_port() -> int:
 
 def one_round(code: str, port: int, streams: int, chunks: int) -> Round:
     with server(code, port) as pid:
-        asyncio.run(run_streams(port, streams, 20, keeps=False))
-        before_s = cpu_s_of(pid)
-        made = asyncio.run(run_streams(port, streams, chunks, keeps=False))
-        return measured(made, cpu_s_of(pid) - before_s)
+        asyncio.run(run_streams(port, Watch(pid, streams), streams, 20))
+        watch = Watch(pid, streams)
+        return measured(asyncio.run(run_streams(port, watch, streams, chunks)), watch)
 
 
 def compare(
     streams: int, chunks: int, period_s: float, rounds: int, frames: Path
-) -> tuple[Round, Round]:
-    """Medians of (gateway, bare app), their rounds taking turns."""
+) -> tuple[list[Round], list[Round]]:
+    """Rounds of (gateway, bare app), taking turns."""
     ours: list[Round] = []
     bare: list[Round] = []
     for _ in range(rounds):
@@ -227,33 +268,29 @@ def compare(
         port = free_port()
         code = _BARE.format(port=port, frames=str(frames), period_s=period_s)
         bare.append(one_round(code, port, streams, chunks))
-    return _median(ours), _median(bare)
+    return ours, bare
 
 
-def _median(rounds: list[Round]) -> Round:
-    def of(name: str) -> float:
-        return statistics.median(getattr(one, name) for one in rounds)
-
-    return Round(
-        chunks_per_s=of("chunks_per_s"),
-        chunks_per_cpu_s=of("chunks_per_cpu_s"),
-        p50_gap_ms=of("p50_gap_ms"),
-        p99_gap_ms=of("p99_gap_ms"),
+def median(rounds: list[Round]) -> Round:
+    """Each figure's own."""
+    values = (
+        statistics.median(getattr(one, part.name) for one in rounds) for part in fields(Round)
     )
+    return Round(**dict(zip((part.name for part in fields(Round)), values, strict=True)))
 
 
 def record(chunks: int, path: Path) -> None:
     """One answer of the gateway, for the bare app to repeat."""
     port = free_port()
-    with server(_GATEWAY.format(port=port, streams=1, period_s=0.0), port):
-        (stream,) = asyncio.run(run_streams(port, 1, chunks, keeps=True))
+    with server(_GATEWAY.format(port=port, streams=1, period_s=0.0), port) as pid:
+        (stream,) = asyncio.run(run_streams(port, Watch(pid, 1), 1, chunks, keeps=True))
     path.write_bytes(frames_of(bytes(stream.data)))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--chunks", type=int, default=300)
+    parser.add_argument("--chunks", type=int, default=1000)
     parser.add_argument("--period-ms", type=float, default=40.0)
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
@@ -261,20 +298,26 @@ def main() -> None:
         frames = Path(directory) / "frames"
         record(given.chunks, frames)
         fast = compare(given.streams, given.chunks, 0.0, given.rounds, frames)
-        paced = compare(given.streams, given.chunks, given.period_ms / 1e3, given.rounds, frames)
+        # Paced streams take long: a fifth of the chunks is enough for the gaps.
+        record(given.chunks // 5, frames)
+        paced = compare(
+            given.streams, given.chunks // 5, given.period_ms / 1e3, given.rounds, frames
+        )
     when = datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes")
     load = " ".join(f"{value:.1f}" for value in os.getloadavg())
-    ratio = fast[0].chunks_per_s / fast[1].chunks_per_s
-    cpu_ratio = fast[0].chunks_per_cpu_s / fast[1].chunks_per_cpu_s
+    gateway, bare = median(fast[0]), median(fast[1])
+    ratios = sorted(a.chunks_per_s / b.chunks_per_s for a, b in zip(*fast, strict=True))
+    paced_gateway, paced_bare = median(paced[0]), median(paced[1])
     lines = [
         f"{when}, {os.cpu_count()} cores, {platform.machine()}, load average {load}",
         f"{given.streams} streams of {given.chunks} chunks, {given.rounds} rounds, medians",
-        f"chunks/s: gateway {fast[0].chunks_per_s:,.0f}, bare {fast[1].chunks_per_s:,.0f}: {ratio:.2f}x",
-        f"chunks per processor second of the server: gateway {fast[0].chunks_per_cpu_s:,.0f}, "
-        f"bare {fast[1].chunks_per_cpu_s:,.0f}: {cpu_ratio:.2f}x",
-        f"every {given.period_ms:g} ms: p50 gap {paced[0].p50_gap_ms:.1f} against {paced[1].p50_gap_ms:.1f} ms, "
-        f"p99 gap {paced[0].p99_gap_ms:.1f} against {paced[1].p99_gap_ms:.1f} ms: "
-        f"{paced[0].p99_gap_ms - paced[1].p99_gap_ms:+.1f} ms",
+        f"chunks/s: gateway {gateway.chunks_per_s:,.0f}, bare {bare.chunks_per_s:,.0f}: "
+        f"{statistics.median(ratios):.2f}x (rounds {ratios[0]:.2f} to {ratios[-1]:.2f})",
+        f"processor us a chunk: gateway {gateway.server_us:.1f}, bare {bare.server_us:.1f}: "
+        f"{bare.server_us / gateway.server_us:.2f}x; of the client {gateway.client_us:.1f} and {bare.client_us:.1f}",
+        f"every {given.period_ms:g} ms: p50 gap {paced_gateway.p50_gap_ms:.1f} against "
+        f"{paced_bare.p50_gap_ms:.1f} ms, p99 gap {paced_gateway.p99_gap_ms:.1f} against "
+        f"{paced_bare.p99_gap_ms:.1f} ms: {paced_gateway.p99_gap_ms - paced_bare.p99_gap_ms:+.1f} ms",
     ]
     sys.stdout.write("\n".join(lines) + "\n")
 
