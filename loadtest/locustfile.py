@@ -24,28 +24,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 from locust import HttpUser, between, events, task
 
-from loadtest.workload import random_text
+from loadtest.workload import AGENT_TOOLS, random_text
 
 if TYPE_CHECKING:
     from locust.argument_parser import LocustArgumentParser
 
 _MS = 1000
-
-_TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": f"{name.replace('_', ' ')} in the project",
-            "parameters": {
-                "type": "object",
-                "properties": {"path": {"type": "string"}, "text": {"type": "string"}},
-                "required": ["path"],
-            },
-        },
-    }
-    for name in ("read_file", "write_file", "search_text", "run_tests")
-]
 
 
 @events.init_command_line_parser.add_listener
@@ -230,7 +214,7 @@ class AgentUser(StreamingUser):
             _user(random_text(rng, 30)),
         ]
         for step in range(rng.randint(2, 5)):
-            answer = self.chat(messages, name="agent", tools=_TOOLS, temperature=0.2)
+            answer = self.chat(messages, name="agent", tools=AGENT_TOOLS, temperature=0.2)
             if answer is None:
                 return
             call = {

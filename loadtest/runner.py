@@ -90,8 +90,8 @@ def passed(run: Run, settings: Settings) -> bool:
         return saturation.capacity(run.summaries, share=settings.slo_share) is not None
     if settings.profile is Profile.CHAT and settings.kill_engine_every_s is None:
         return all(summary.good_share >= settings.slo_share for summary in run.summaries)
-    as_expected = not any(summary.num_unexpected for summary in run.summaries)
-    return as_expected and not run.disagreements
+    is_odd = any(summary.num_unexpected or summary.num_usage_wrong for summary in run.summaries)
+    return not is_odd and not run.disagreements
 
 
 async def execute(settings: Settings, console: Console) -> Run:

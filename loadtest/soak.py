@@ -13,7 +13,7 @@ from loadtest.agreement import CANARY
 from loadtest.client import Outcome, RequestPlan
 from loadtest.driver import chat_body
 from loadtest.faults import COUNTED, fault_mix
-from loadtest.workload import Conversation, random_text
+from loadtest.workload import AGENT_TOOLS, Conversation, random_text
 
 if TYPE_CHECKING:
     from random import Random
@@ -29,18 +29,6 @@ _MIX = {
 }
 _CANARY_TOKENS = 32
 _AGENT_PROMPT_WORDS = 400
-
-_TOOLS = tuple(
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": f"{name.replace('_', ' ')} in the project",
-            "parameters": {"type": "object", "properties": {"path": {"type": "string"}}},
-        },
-    }
-    for name in ("read_file", "search_text", "run_tests")
-)
 
 
 def soak_mix(
@@ -83,7 +71,7 @@ class _Mix:
                 return replace(chat, turns=turns, pause_s=rng.uniform(0.1, 3.0))
             case "agent":
                 turns = tuple(words(20, 100) for _ in range(rng.randint(2, 4)))
-                return replace(chat, turns=turns, system=self._agent_prompt, tools=_TOOLS)
+                return replace(chat, turns=turns, system=self._agent_prompt, tools=AGENT_TOOLS)
             case "document":
                 text = words(self._document_words // 2, self._document_words)
                 return replace(chat, turns=(f"{text}\n\nWhat is this about?",))

@@ -26,6 +26,23 @@ _WORDS = (
     "has look more day could go come did my sound no most number who over know water than call first people"
 ).split()
 
+AGENT_TOOLS: tuple[dict[str, Any], ...] = tuple(
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": f"{name.replace('_', ' ')} in the project",
+            "parameters": {
+                "type": "object",
+                "properties": {"path": {"type": "string"}, "text": {"type": "string"}},
+                "required": ["path"],
+            },
+        },
+    }
+    for name in ("read_file", "write_file", "search_text", "run_tests")
+)
+"""What agents may call."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import csv
 import dataclasses
 import json
 import sys
@@ -16,6 +17,7 @@ from rich.console import Console
 from engine.fake import FakeScript
 from loadtest.config import Arrivals, Limits, Shape, Slo, Target
 from loadtest.runner import Profile, Settings, execute, passed
+from loadtest.scrape import fetch
 from loadtest.workload import from_jsonl
 from scheduler.config import SchedulerConfig
 from tests.conformance.live import live_server
@@ -24,6 +26,7 @@ from tests.fault.test_gateway_process import free_port, server_process, text_unt
 
 if TYPE_CHECKING:
     from loadtest.report import Run
+    from loadtest.scrape import Sample
 
 SCRIPT = FakeScript(decode_s=0.002, output_ids=(300, 301, 302, 303), max_context=4096)
 
@@ -154,3 +157,36 @@ async def test_a_missed_slo_is_exit_code_1_and_a_report(tmp_path: Path) -> None:
     assert report["stages"][0]["good_share"] == 0.0
     assert (tmp_path / "report.html").stat().st_size > 1000
     assert len((tmp_path / "requests.csv").read_text().splitlines()) == 7
+
+
+async def sample_of(http: httpx.AsyncClient, port: int) -> Sample:
+    found = await fetch(http, f"http://127.0.0.1:{port}")
+    assert found is not None
+    return found
+
+
+async def test_locust_shows_streams_as_rows(tmp_path: Path) -> None:
+    port = free_port()
+    async with server_process(port) as process:
+        await text_until(process, "ready in")
+        command = [sys.executable, "-m", "locust", "-f", "loadtest/locustfile.py", "--headless"]
+        command += ["--host", f"http://127.0.0.1:{port}", "--max-tokens", "4", "-u", "4", "-r", "9"]
+        command += ["-t", "50s", "--csv", str(tmp_path / "r"), "ChatUser", "AgentUser"]
+        child = await asyncio.create_subprocess_exec(
+            *command, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
+        )
+        async with httpx.AsyncClient() as http:
+            while dict((await sample_of(http, port)).requests).get("length", 0.0) < 12:
+                assert child.returncode is None
+                await asyncio.sleep(0.2)
+        child.terminate()
+        assert await child.wait() == 0
+    with (tmp_path / "r_stats.csv").open() as file:
+        rows = {row["Name"]: row for row in csv.DictReader(file)}
+    for user in ("chat", "agent"):
+        requests = int(rows[user]["Request Count"])
+        assert requests > 0
+        assert requests == int(rows[f"{user} TTFT"]["Request Count"])
+        assert requests == int(rows[f"{user} tokens/s"]["Request Count"])
+        assert int(rows[f"{user} ITL"]["Request Count"]) > 0
+    assert rows["Aggregated"]["Failure Count"] == "0"

@@ -198,5 +198,6 @@ def test_a_fault_run_passes_when_all_ended_as_they_should_and_counts_agree() -> 
     settings = make_settings(Profile.FAULTS, 0.99)
     assert passed(run_, settings)
     assert not passed(dataclasses.replace(run_, disagreements=("x",)), settings)
-    odd = dataclasses.replace(run_.summaries[0], num_unexpected=1)
-    assert not passed(dataclasses.replace(run_, summaries=(odd,)), settings)
+    for field in ("num_unexpected", "num_usage_wrong"):
+        odd = dataclasses.replace(run_.summaries[0], **{field: 1})
+        assert not passed(dataclasses.replace(run_, summaries=(odd,)), settings)
