@@ -155,7 +155,7 @@ function showMemory(plan) {
   const rows = plan.map((item) => line(item.name, item.planned_bytes, item.actual_bytes));
   if (!plan.length) rows.push(make("tr", {}, make("td", { className: "hint", colSpan: 3 }, "This engine plans no memory.")));
   else {
-    const sum = line("total, MiB", total("planned_bytes"), total("actual_bytes"));
+    const sum = line("total", total("planned_bytes"), total("actual_bytes"));
     sum.className = "total";
     rows.push(sum);
   }

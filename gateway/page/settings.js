@@ -5,7 +5,9 @@ import { byId } from "./dom.js";
 
 const STORED = "stratagate.settings";
 const STORED_KEY = "stratagate.key";
-const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "seed", "spec"];
+const NUMBERS = [
+  "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed", "spec", "thinking_budget",
+];
 
 const dialog = byId("settings");
 const inputs = [...dialog.querySelectorAll("[name]")];

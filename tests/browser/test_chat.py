@@ -90,6 +90,9 @@ async def test_settings_are_sent_and_kept() -> None:
     async with live_server(says("x")) as live, open_tab(live.url) as tab:
         await tab.set(
             temperature="0.5",
+            min_p="0.1",
+            repetition_penalty="1.1",
+            thinking_budget="7",
             top_p="0.9",
             top_k="7",
             max_tokens="5",
@@ -113,6 +116,9 @@ async def test_settings_are_sent_and_kept() -> None:
             "stream": True,
             "stream_options": {"include_usage": True},
             "temperature": 0.5,
+            "min_p": 0.1,
+            "repetition_penalty": 1.1,
+            "thinking_budget": 7,
             "top_p": 0.9,
             "top_k": 7,
             "max_tokens": 5,
