@@ -790,6 +790,7 @@ def load_engine(config: EngineConfig, *, rehearse: bool = False) -> TorchEngine:
             max_context=plan.limits.max_context,
             num_workers=config.pool_workers or num_threads,
             tiered=plan.experts.is_tiered,
+            ple_io=config.ple_io,
         )
         model = loader.load(with_draft=plan.with_draft)
         state = SlotState(

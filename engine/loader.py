@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engine.errors import WeightMismatch
+from engine.errors import ConfigMismatch, WeightMismatch
 from engine.experts import (
     ExpertPool,
     ExpertProducts,
@@ -29,10 +29,12 @@ from engine.linear import ItemProducts, KernelReport, RowLinear
 from engine.memory_plan import Step, experts_are_dense
 from engine.model import DecoderLayer, Trunk
 from engine.mtp import DraftLayer
+from engine.ple_table import DirectRows, MappedRows, RamTable, StoredTable
 from engine.state import key_capacity
 
 if TYPE_CHECKING:
     from engine.model_spec import ModelSpec
+    from engine.ple_table import PleTable, StoredRows
     from engine.startup import StartupMarks
     from engine.startup_plan import ExpertSplit
     from engine.weights import Checkpoint
@@ -70,11 +72,13 @@ class ModelLoader:
         max_context: int,
         num_workers: int,
         tiered: bool = False,
+        ple_io: str = "ram",
     ) -> None:
         """num_workers: threads that compute experts; tiered: hold the trunk's experts one by one, however small."""
         self._checkpoint = checkpoint
         self._spec = spec
         self._dtype = dtype
+        self._ple_io = ple_io
         self._device = device
         self._exact = exact
         self._report = KernelReport()
@@ -364,24 +368,39 @@ class ModelLoader:
         self._count("ple table", built.table_bytes)
         return built
 
-    def _table(self, prefix: str, num_rows: int) -> Tensor:
+    def _table(self, prefix: str, num_rows: int) -> PleTable:
         """The n-gram table [rows, head dim], from one tensor or from equal shards."""
         ple = self._spec.ple
         assert ple is not None
-        whole = f"{prefix}weight"
-        if self._checkpoint.has(whole):
-            return self._tensor(whole, (num_rows, ple.head_dim))
-        if num_rows % ple.num_shards:
-            raise WeightMismatch(
-                f"{prefix}*: found split_ngram_parts {ple.num_shards}, required a divisor of {num_rows} rows"
-            )
-        per_shard = num_rows // ple.num_shards
+        names = [f"{prefix}weight"]
+        if not self._checkpoint.has(names[0]):
+            if num_rows % ple.num_shards:
+                raise WeightMismatch(
+                    f"{prefix}*: found split_ngram_parts {ple.num_shards}, "
+                    f"required a divisor of {num_rows} rows"
+                )
+            names = [f"{prefix}shard_{shard}.weight" for shard in range(ple.num_shards)]
+        shape = (num_rows // len(names), ple.head_dim)
+        if self._ple_io != "ram":
+            pieces = [self._stored_rows(name, shape) for name in names]
+            return StoredTable(pieces, shape[0], self._dtype)
         table = torch.empty(num_rows, ple.head_dim, dtype=self._dtype, device=self._device)
-        for shard in range(ple.num_shards):
-            name = f"{prefix}shard_{shard}.weight"
-            rows = slice(shard * per_shard, (shard + 1) * per_shard)
-            table[rows] = self._tensor(name, (per_shard, ple.head_dim))
-        return table
+        for part, name in zip(table.split(shape[0]), names, strict=True):
+            part.copy_(self._tensor(name, shape))
+        return RamTable(table)
+
+    def _stored_rows(self, name: str, shape: tuple[int, int]) -> StoredRows:
+        place = self._checkpoint.file_range(name)
+        if place is None:
+            raise ConfigMismatch(
+                f"--ple-io {self._ple_io}: {name} is stored in a form that is not read row by row; "
+                "required floats or int8 rows: give ram"
+            )
+        held = self._checkpoint.take_in_place(name, shape)
+        values, scales = (held, None) if isinstance(held, Tensor) else (held.codes, held.scales)
+        if self._ple_io == "mmap":
+            return MappedRows(values, scales)
+        return DirectRows(place, row_shape=shape[1], dtype=values.dtype, scales=scales)
 
     def _check_hash(self, prefix: str, index: int) -> None:
         """Stored hash constants must be the derived ones: other constants would gather wrong rows in silence."""

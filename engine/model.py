@@ -13,10 +13,13 @@ from engine.layers.residual import GatedResidual, write_back
 from engine.state import GdnWindow, Rows, SlotState
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from engine.layers.moe import MoeLayer
     from engine.layers.ple import PleLayer
     from engine.layers.qsa import QsaLayer
     from engine.linear import RowLinear
+    from engine.ple_table import Fetched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +41,7 @@ class Trunk:
     embedding [vocab, H].
     """
 
-    __slots__ = ("_embedding", "_final", "_head", "_layers", "_num_streams", "ngram_context")
+    __slots__ = ("_embedding", "_final", "_head", "_num_streams", "layers", "ngram_context")
 
     def __init__(
         self,
@@ -49,7 +52,7 @@ class Trunk:
         num_streams: int,
     ) -> None:
         self._embedding = embedding
-        self._layers = layers
+        self.layers = layers
         self._final = final
         self._head: RowLinear | None = None
         self._num_streams = num_streams
@@ -74,31 +77,44 @@ class Trunk:
 
         Returns the residual streams after the last layer, [R, S*H]. Nothing is committed.
         """
-        streams = self._start(ids)
-        for layer in self._layers:
-            if layer.ple is not None:
-                streams.add_(layer.ple.window(streams, ids, rows, state))
-            mixed, inject = layer.mixer_residual.read(streams)
-            if isinstance(layer.mixer, GdnLayer):
-                view = GdnWindow(layer=layer.gdn_index, rows=rows, state=state)
-                out = layer.mixer.window(mixed, rows, view)
-            else:
-                out = layer.mixer.window(mixed, rows, state)
-            write_back(streams, inject, out)
-            mixed, inject = layer.moe_residual.read(streams)
-            write_back(streams, inject, layer.moe(mixed))
+        fetched = self.fetch(ids)
+        streams = self.start(ids)
+        for layer in self.layers:
+            self.window_layer(layer, streams, fetched, rows, state)
         return streams
+
+    def window_layer(
+        self,
+        layer: DecoderLayer,
+        streams: Tensor,
+        fetched: Sequence[Fetched],
+        rows: Rows,
+        state: SlotState,
+    ) -> None:
+        """One layer of a verify window, in place on the streams [R, S*H]."""
+        if layer.ple is not None:
+            streams.add_(layer.ple.window(streams, fetched[layer.ple.index], rows, state))
+        mixed, inject = layer.mixer_residual.read(streams)
+        if isinstance(layer.mixer, GdnLayer):
+            view = GdnWindow(layer=layer.gdn_index, rows=rows, state=state)
+            out = layer.mixer.window(mixed, rows, view)
+        else:
+            out = layer.mixer.window(mixed, rows, state)
+        write_back(streams, inject, out)
+        mixed, inject = layer.moe_residual.read(streams)
+        write_back(streams, inject, layer.moe(mixed))
 
     def chunk(self, ids: Tensor, slot: int, start: int, state: SlotState) -> Tensor:
         """Read a prompt piece of one slot and advance its state. ids as in `window`, [T, context + 1].
 
         Returns the streams after the last layer, [T, S*H].
         """
-        streams = self._start(ids)
-        for layer in self._layers:
+        fetched = self.fetch(ids)
+        streams = self.start(ids)
+        for layer in self.layers:
             if layer.ple is not None:
                 history = state.ple[layer.ple.index, slot, : state.ple_history]
-                streams.add_(layer.ple.chunk(streams, ids, history))
+                streams.add_(layer.ple.chunk(streams, fetched[layer.ple.index], history))
             mixed, inject = layer.mixer_residual.read(streams)
             if isinstance(layer.mixer, GdnLayer):
                 history = state.conv[layer.gdn_index, slot, : state.conv_history]
@@ -119,5 +135,10 @@ class Trunk:
         assert self._head is not None
         return self._head(x).to(torch.float32)
 
-    def _start(self, ids: Tensor) -> Tensor:
+    def fetch(self, ids: Tensor) -> list[Fetched]:
+        """Begin to read what the PLE layers need of ids int64 [T, context + 1], in their order."""
+        return [layer.ple.fetch(ids) for layer in self.layers if layer.ple is not None]
+
+    def start(self, ids: Tensor) -> Tensor:
+        """The streams [T, S*H] before the first layer."""
         return self.embed(ids[:, -1]).repeat(1, self._num_streams)

@@ -15,7 +15,7 @@ from engine.errors import WeightMismatch
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from engine.sources.base import RowCodes, TensorSource
+    from engine.sources.base import FileRange, RowCodes, TensorSource
 
 _PREFIXES = ("model.language_model.", "model.")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -86,6 +86,21 @@ class Checkpoint:
             self._used.add(name)
             _finite(name, codes.scales)
         return codes
+
+    def take_in_place(self, name: str, shape: tuple[int, ...]) -> RowCodes | Tensor:
+        """A tensor where it lies in its file, marked as used: int8 codes with their scales, or floats as stored.
+
+        Nothing of it is read, so nothing is checked but its shape.
+        """
+        codes = self.take_codes(name, shape)
+        if codes is not None:
+            return codes
+        self._used.add(name)
+        return self._source.get(name)
+
+    def file_range(self, name: str) -> FileRange | None:
+        """Where the floats, or the int8 codes, of a tensor lie in one piece."""
+        return self._source.file_range(name) or self._source.codes_range(name)
 
     def take_ids(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """An int64 tensor, marked as used."""

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from engine.layers.norm import ZeroCentredNorm
     from engine.linear import RowLinear
     from engine.model_spec import PleSpec
+    from engine.ple_table import Fetched, PleTable
     from engine.state import Rows, SlotState
 
 
@@ -53,7 +54,7 @@ class NgramHash:
 class PleLayer:
     """One PLE injection; `index` is its counter among the PLE layers.
 
-    table [rows, head dim]; key_value: W [S*H + H, embed dim]; conv [S*H, width].
+    key_value: W [S*H + H, embed dim]; conv [S*H, width].
     """
 
     __slots__ = (
@@ -75,7 +76,7 @@ class PleLayer:
         self,
         *,
         index: int,
-        table: Tensor,
+        table: PleTable,
         key_value: RowLinear,
         norm_key: ZeroCentredNorm,
         norm_query: ZeroCentredNorm,
@@ -85,7 +86,7 @@ class PleLayer:
         spec: PleSpec,
     ) -> None:
         self.index = index
-        self.hash = NgramHash(spec, index, table.device)
+        self.hash = NgramHash(spec, index, conv.device)
         self._table = table
         self._key_value = key_value
         self._norm_key = norm_key
@@ -99,8 +100,8 @@ class PleLayer:
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of the n-gram table."""
-        return self._table.numel() * self._table.element_size()
+        """Memory of the n-gram table."""
+        return self._table.num_bytes
 
     @property
     def num_bytes(self) -> int:
@@ -108,23 +109,26 @@ class PleLayer:
         norms = self._norm_key.num_bytes + self._norm_query.num_bytes + self._norm_conv.num_bytes
         return self._key_value.num_bytes + norms + self._conv.numel() * self._conv.element_size()
 
-    def window(self, streams: Tensor, ids: Tensor, rows: Rows, state: SlotState) -> Tensor:
-        """streams [R, S*H], ids int64 [R, context + 1] -> what to add, [R, S*H]."""
-        gated, normed = self._gated(streams, ids)
+    def fetch(self, ids: Tensor) -> Fetched:
+        """Begin to read the table's rows of ids int64 [R, context + 1]."""
+        return self._table.fetch(self.hash.rows(ids).flatten())
+
+    def window(self, streams: Tensor, fetched: Fetched, rows: Rows, state: SlotState) -> Tensor:
+        """streams [R, S*H], fetched: the rows of their ids -> what to add, [R, S*H]."""
+        gated, normed = self._gated(streams, fetched)
         padded = state.put_ple_rows(self.index, rows, rows.padded(normed))
         return gated.add_(rows.flat(self._convolved(padded, rows.max_rows)))
 
-    def chunk(self, streams: Tensor, ids: Tensor, history: Tensor) -> Tensor:
-        """One prompt piece: streams [T, S*H], ids [T, context + 1]; history [history, S*H] is advanced."""
-        gated, normed = self._gated(streams, ids)
+    def chunk(self, streams: Tensor, fetched: Fetched, history: Tensor) -> Tensor:
+        """One prompt piece: streams [T, S*H] and the rows of its ids; history [history, S*H] is advanced."""
+        gated, normed = self._gated(streams, fetched)
         padded = torch.cat((history, normed))
         history.copy_(padded[-self._history :])
         return gated.add_(self._convolved(padded.unsqueeze(0), streams.shape[0]).squeeze(0))
 
-    def _gated(self, streams: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def _gated(self, streams: Tensor, fetched: Fetched) -> tuple[Tensor, Tensor]:
         """The gated value and its norm, both [T, S*H]."""
-        found = self._table.index_select(0, self.hash.rows(ids).flatten())
-        embedded = found.view(ids.shape[0], -1).to(streams.dtype)
+        embedded = fetched().view(streams.shape[0], -1).to(streams.device, streams.dtype)
         key, value = self._key_value(embedded).split([streams.shape[1], self._hidden], dim=-1)
         key = self._norm_key(key).unflatten(-1, (self._streams, -1))
         query = self._norm_query(streams).unflatten(-1, (self._streams, -1))

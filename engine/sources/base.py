@@ -74,6 +74,10 @@ class TensorSource(Protocol):
         """The bytes of a tensor stored as get() gives it, in one piece; None when there is no such piece."""
         ...
 
+    def codes_range(self, name: str) -> FileRange | None:
+        """The bytes of an int8 tensor's codes, in one piece; None when there is no such piece."""
+        ...
+
     def stored(self, name: str) -> StoredForm:
         """How the tensor lies in its file, scales included. Reads no data."""
         ...

@@ -91,6 +91,12 @@ class SafetensorsSource:
     def file_range(self, name: str) -> FileRange | None:
         if self._slice(name).get_dtype() in (_INT8, _FP8):
             return None
+        return self._range(name)
+
+    def codes_range(self, name: str) -> FileRange | None:
+        return self._range(name) if self._slice(name).get_dtype() == _INT8 else None
+
+    def _range(self, name: str) -> FileRange:
         path = self._paths[name]
         start, entry = _header_entry(path, name)
         first, end = entry["data_offsets"]

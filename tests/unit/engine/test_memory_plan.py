@@ -161,7 +161,7 @@ small_geometries = st.fixed_dictionaries(
     dtype=st.sampled_from(["float32", "bfloat16"]),
     kv=st.sampled_from(["auto", "int8"]),
     expert_cache=st.sampled_from([None, 0, 3]),
-    ple_io=st.sampled_from(["ram"]),
+    ple_io=st.sampled_from(["ram", "mmap"]),
 )
 @settings(
     max_examples=10,

@@ -1,0 +1,164 @@
+"""The n-gram table, wherever it lies: in memory, or row by row from the files that the model was loaded from.
+
+Rows are asked for as soon as a window's ids are known (`fetch`) and waited for where they are used, so a read from
+disk passes beside the first layers. Values are the same in all three: the same conversions of the same stored bytes.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from engine.errors import ConfigMismatch
+
+if TYPE_CHECKING:
+    from engine.sources.base import FileRange
+
+Fetched = Callable[[], Tensor]
+"""Waits for the rows: [n, head dim]."""
+
+_BLOCK_BYTES = 4096
+"""What a read past the page cache is a multiple of, in offset, length and memory."""
+_READS_IN_FLIGHT = 16
+
+
+class PleTable(Protocol):
+    """Rows by number."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the table itself takes."""
+        ...
+
+    def fetch(self, rows: Tensor) -> Fetched:
+        """Begin to read rows int64 [n]."""
+        ...
+
+
+class RamTable:
+    """The whole table on the device: [rows, head dim]."""
+
+    def __init__(self, table: Tensor) -> None:
+        self._table = table
+
+    @property
+    def num_bytes(self) -> int:
+        return self._table.numel() * self._table.element_size()
+
+    def fetch(self, rows: Tensor) -> Fetched:
+        return lambda: self._table.index_select(0, rows)
+
+
+class StoredRows(Protocol):
+    """Rows of one stored piece of the table."""
+
+    def read(self, rows: Tensor) -> Tensor:
+        """rows int64 [n], on the CPU -> values [n, head dim]: floats as stored, codes times their scales as fp32."""
+        ...
+
+
+class MappedRows:
+    """Rows of a mapped tensor: the page cache holds what was read lately, as far as memory is free."""
+
+    def __init__(self, values: Tensor, scales: Tensor | None) -> None:
+        self._values = values
+        self._scales = scales
+
+    def read(self, rows: Tensor) -> Tensor:
+        return _scaled(self._values.index_select(0, rows), self._scales, rows)
+
+
+class DirectRows:
+    """Rows read from the disk past the page cache: no byte of the table stays in memory.
+
+    scales: of the rows, where they are stored as codes; they stay mapped.
+    """
+
+    def __init__(
+        self, place: FileRange, *, row_shape: int, dtype: torch.dtype, scales: Tensor | None
+    ) -> None:
+        """Raises ConfigMismatch where the file system knows no such reads."""
+        self._place = place
+        self._dtype = dtype
+        self._scales = scales
+        self._row_bytes = row_shape * dtype.itemsize
+        try:
+            self._file = os.open(place.path, os.O_RDONLY | os.O_DIRECT)
+        except (OSError, AttributeError) as error:
+            raise ConfigMismatch(
+                f"--ple-io direct: {place.path} cannot be read past the page cache here ({error}); "
+                "required a file system with O_DIRECT: give mmap or ram"
+            ) from error
+        self._buffers = threading.local()
+        self._readers = ThreadPoolExecutor(_READS_IN_FLIGHT, "ple-read")
+
+    def read(self, rows: Tensor) -> Tensor:
+        wanted, at = rows.unique(return_inverse=True)
+        data = b"".join(self._readers.map(self._read_row, wanted.tolist()))
+        values = torch.frombuffer(bytearray(data), dtype=self._dtype).view(wanted.shape[0], -1)
+        return _scaled(values.index_select(0, at), self._scales, rows)
+
+    def _read_row(self, row: int) -> bytes:
+        offset = self._place.offset + row * self._row_bytes
+        first = offset - offset % _BLOCK_BYTES
+        skipped = offset - first
+        blocks = -(-(skipped + self._row_bytes) // _BLOCK_BYTES)
+        buffer = self._buffer(blocks * _BLOCK_BYTES)
+        found = os.preadv(self._file, [memoryview(buffer)[: blocks * _BLOCK_BYTES]], first)
+        if found < skipped + self._row_bytes:
+            raise OSError(f"{self._place.path}: ends within row {row} of the n-gram table")
+        return buffer[skipped : skipped + self._row_bytes]
+
+    def _buffer(self, num_bytes: int) -> mmap.mmap:
+        """This thread's buffer; whole pages are aligned as such reads must be."""
+        held: mmap.mmap | None = getattr(self._buffers, "held", None)
+        if held is None or len(held) < num_bytes:
+            held = self._buffers.held = mmap.mmap(-1, num_bytes)
+        return held
+
+
+class StoredTable:
+    """A table that stays in its files, in pieces of equal numbers of rows; one thread reads ahead."""
+
+    def __init__(
+        self, pieces: Sequence[StoredRows], rows_per_piece: int, dtype: torch.dtype
+    ) -> None:
+        """dtype: what the values are given as."""
+        self._pieces = pieces
+        self._rows_per_piece = rows_per_piece
+        self._dtype = dtype
+        self._reader = ThreadPoolExecutor(1, "ple-fetch")
+
+    @property
+    def num_bytes(self) -> int:
+        return 0
+
+    def fetch(self, rows: Tensor) -> Fetched:
+        return self._reader.submit(self._read, rows.cpu()).result
+
+    def _read(self, rows: Tensor) -> Tensor:
+        if len(self._pieces) == 1:
+            return self._pieces[0].read(rows).to(self._dtype)
+        piece_of = rows.div(self._rows_per_piece, rounding_mode="floor")
+        found: Tensor | None = None
+        for piece in piece_of.unique().tolist():
+            at = (piece_of == piece).nonzero().squeeze(1)
+            values = self._pieces[piece].read(rows[at] - piece * self._rows_per_piece)
+            if found is None:
+                found = torch.empty(rows.shape[0], values.shape[1], dtype=self._dtype)
+            found[at] = values.to(self._dtype)
+        assert found is not None
+        return found
+
+
+def _scaled(values: Tensor, scales: Tensor | None, rows: Tensor) -> Tensor:
+    if scales is None:
+        return values
+    return values.to(torch.float32) * scales[rows].to(torch.float32).unsqueeze(-1)
