@@ -52,6 +52,7 @@ from engine.weights import Checkpoint
 
 if TYPE_CHECKING:
     from engine.experts import ExpertStore
+    from engine.model import Trunk
     from engine.model_spec import ModelSpec
 
 _log = logging.getLogger("engine.startup")
@@ -149,6 +150,16 @@ class TorchEngine:
     def experts(self) -> ExpertStore | None:
         """The trunk's experts where they are held one by one."""
         return self._experts
+
+    @property
+    def trunk(self) -> Trunk:
+        """The layers, for instruments."""
+        return self._trunk
+
+    @property
+    def state(self) -> SlotState:
+        """What the slots hold, for instruments."""
+        return self._state
 
     @torch.inference_mode()
     def rehearse(self, marks: StartupMarks) -> None:
@@ -708,6 +719,13 @@ class TorchEngine:
         """Seat an empty sequence."""
         self._check_slot(slot)
         self._begin(SlotStart(slot=slot, sampling=sampling or SamplingParams(temperature=0.0)))
+
+    @torch.inference_mode()
+    def read(self, slot: int, token_ids: Sequence[int], start: int) -> None:
+        """Read ids at [start, start + T), seating a new sequence at 0."""
+        if start == 0:
+            self.start(slot)
+        self._advance(slot, token_ids)
 
     @torch.inference_mode()
     def prefill_logits(self, slot: int, token_ids: Sequence[int], start: int) -> Tensor:

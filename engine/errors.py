@@ -6,6 +6,7 @@ EngineError
  |    +-- ConfigMismatch   a config value is missing or out of range
  |    +-- ProfileMismatch  an expert profile is damaged or made for another model
  +-- FilesUnusable         the directory of conversation files cannot be used
+ +-- ConversationsMismatch a file of conversations cannot be read
  +-- PlanRefused           the memory plan does not fit
  +-- PlanMismatch          what was allocated is not what was planned
  +-- InstrumentRefused     an instrument could only give plausible zeros
@@ -37,6 +38,10 @@ class ProfileMismatch(ModelLoadError):
 
 class FilesUnusable(EngineError):
     """The directory of conversation files cannot be used: the message gives directory and reason."""
+
+
+class ConversationsMismatch(EngineError):
+    """A file of conversations cannot be read: the message gives file, line and what is required."""
 
 
 class PlanRefused(EngineError):

@@ -384,9 +384,9 @@ class ModelLoader:
         if self._ple_io != "ram":
             pieces = [self._stored_rows(name, shape) for name in names]
             return StoredTable(pieces, shape[0], self._dtype)
-        table = torch.empty(num_rows, ple.head_dim, dtype=self._dtype, device=self._device)
+        table = torch.empty(num_rows, ple.head_dim, dtype=self._dtype)
         for part, name in zip(table.split(shape[0]), names, strict=True):
-            part.copy_(self._tensor(name, shape))
+            part.copy_(self._checkpoint.take(name, shape))
         return RamTable(table)
 
     def _stored_rows(self, name: str, shape: tuple[int, int]) -> StoredRows:

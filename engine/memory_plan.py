@@ -69,10 +69,11 @@ class MemoryPlan:
         names = (line.name for line in self.lines if line.name.startswith(SESSION))
         return tuple(name.removeprefix(SESSION) for name in names)
 
-    def until(self, step: Step) -> int:
-        """Bytes that are taken when a checkpoint is reached."""
-        reached = list(Step).index(step)
-        return _sum(line for line in self.lines if list(Step).index(line.step) <= reached)
+    def until(self, step: Step, place: Place | None = None) -> int:
+        """Bytes that are taken, in all places or one, when a checkpoint is reached."""
+        steps = list(Step)[: list(Step).index(step) + 1]
+        lines = (line for line in self.lines if line.step in steps)
+        return _sum(line for line in lines if place in (None, line.place))
 
     def of(self, step: Step) -> int:
         """Bytes that are taken between a checkpoint and the one before it."""
@@ -137,7 +138,7 @@ def make_plan(
 
     state_bytes: bytes of each tensor of SlotState; converts_kv: K and V are held in another type; num_positions:
     entries of the rotary tables; window_rows: most rows of a verify window; experts: None keeps all of them on the
-    device; table_in_ram: the n-gram table is not left on disk.
+    device; table_in_ram: the n-gram table lies in the host's memory and not on disk.
     """
     parts = weight_bytes(
         spec, element_bytes=element_bytes, num_positions=num_positions, with_draft=with_draft
@@ -154,7 +155,15 @@ def make_plan(
     head = parts.pop("head")
     if not table_in_ram:
         parts.pop(TABLE, None)
-    lines = [PlanLine(name=name, num_bytes=n, step=Step.WEIGHTS) for name, n in parts.items()]
+    lines = [
+        PlanLine(
+            name=name,
+            num_bytes=n,
+            step=Step.WEIGHTS,
+            place=Place.HOST if name == TABLE else Place.DEVICE,
+        )
+        for name, n in parts.items()
+    ]
     lines += [
         PlanLine(name=f"{SESSION}{name}", num_bytes=n, step=Step.WEIGHTS)
         for name, n in state_bytes.items()

@@ -43,7 +43,7 @@ class PleTable(Protocol):
 
 
 class RamTable:
-    """The whole table on the device: [rows, head dim]."""
+    """The whole table in the host's memory: [rows, head dim]. A GPU has better use for its own."""
 
     def __init__(self, table: Tensor) -> None:
         self._table = table
@@ -53,7 +53,7 @@ class RamTable:
         return self._table.numel() * self._table.element_size()
 
     def fetch(self, rows: Tensor) -> Fetched:
-        return lambda: self._table.index_select(0, rows)
+        return lambda: self._table.index_select(0, rows.cpu())
 
 
 class StoredRows(Protocol):

@@ -157,7 +157,7 @@ def _no_room(room: CacheRoom, reserve_mib: int) -> str:
     return (
         f"--expert-cache auto: one slot needs {needed / MIB:.0f} MiB free ({reserve_mib} MiB reserved, "
         f"{room.prompt_bytes / MIB:.0f} MiB for the prompt path, {room.draft_bytes / MIB:.0f} MiB for the draft head, "
-        f"{room.blob_bytes / MIB:.1f} MiB an expert), but {room.free_bytes / MIB:.0f} MiB are free: "
+        f"{room.blob_bytes / MIB:.1f} MiB an expert), but {max(0, room.free_bytes) / MIB:.0f} MiB are free: "
         f"{(needed - room.free_bytes) / MIB:.0f} MiB short; the sessions take {room.session_bytes / MIB:.0f} MiB: "
         "lower --max-context, --batch or --vram-reserve-mib, or give --expert-cache 0: all experts on the host"
     )

@@ -142,7 +142,7 @@ def plan_start(
     )
     plan = replace(plan, memory=_memory(plan))
     if config.expert_cache is not None or not experts_are_dense(spec, dtype.itemsize):
-        before = plan.memory.until(Step.HEAD)
+        before = plan.memory.until(Step.HEAD, Place.DEVICE if machine.has_gpu else None)
         cache = size_cache(plan.request, _room(plan, machine.device_bytes - before))
         if config.expert_cache is not None or cache.num_slots < num_pairs(spec):
             plan = _with_cache(plan, cache)

@@ -21,8 +21,10 @@ from gateway.config import (
     MAX_CONTEXT,
     MAX_CONVERSATIONS,
     MAX_DRAIN_S,
+    MAX_EXPERTS,
     MAX_PREFILL,
     MAX_QUEUE,
+    PLE_IO,
     RESUMES,
     ServeOptions,
     choice,
@@ -225,6 +227,68 @@ def serve(
     no_mtp: Annotated[
         bool, typer.Option("--no-mtp", help="Serve without the draft layer: a plain baseline.")
     ] = False,
+    expert_cache: Annotated[
+        int | None,
+        _option(
+            "--expert-cache",
+            "Experts with a slot on the device; auto, the default, takes what is free and leaves no tiers if all fit.",
+            count_or_auto(0, MAX_EXPERTS),
+            "auto|N",
+        ),
+    ] = None,
+    expert_profile: Annotated[
+        Path | None,
+        _option("--expert-profile", "Ranking of the experts, as `stratagate profile` writes it."),
+    ] = None,
+    pool_workers: Annotated[
+        int | None,
+        _option(
+            "--pool-workers",
+            "Threads that compute experts on the host; left out: as many as --threads.",
+            count(1, 1024),
+            "N",
+        ),
+    ] = None,
+    vram_reserve_mib: Annotated[
+        int | None,
+        _option(
+            "--vram-reserve-mib",
+            "Device memory to leave free; left out: 700, less where no working expert cache would fit.",
+            count(0, MAX_CACHE_MIB),
+            "MIB",
+        ),
+    ] = None,
+    ple_io: Annotated[
+        str,
+        _option(
+            "--ple-io",
+            "Where the n-gram table is read from: ram, mmap or direct.",
+            choice(PLE_IO),
+            "NAME",
+        ),
+    ] = _DEFAULTS.ple_io,
+    ple_gguf: Annotated[
+        str | None, _option("--ple-gguf", "Shard with the n-gram table.", metavar="FILE")
+    ] = None,
+    kv_resident: Annotated[
+        int,
+        _option(
+            "--kv-resident", "K/V cells kept on the device; 0: all.", count(0, MAX_CONTEXT), "N"
+        ),
+    ] = _DEFAULTS.kv_resident,
+    mtp: Annotated[
+        str | None, _option("--mtp", "Directory of the draft layer.", metavar="DIR")
+    ] = None,
+    batch_mtp: Annotated[
+        bool, typer.Option("--batch-mtp", help="Draft for every slot of the batch: always on.")
+    ] = True,
+    batch_groups: Annotated[
+        int,
+        _option("--batch-groups", "Pipeline groups over several GPUs.", count(1, MAX_SLOTS), "N"),
+    ] = _DEFAULTS.batch_groups,
+    vision: Annotated[
+        bool, typer.Option("--vision", help="Take images; not in this build.")
+    ] = False,
     prefill: Annotated[
         int | None,
         _option(
@@ -328,6 +392,7 @@ def serve(
     ] = None,
 ) -> None:
     """Checks the options, then hands over to the server."""
+    del batch_mtp  # the only way there is
     if model is not None and model_argument is not None and model != model_argument:
         raise typer.BadParameter(f"the model is named twice: {model_argument} and --model {model}")
     try:
@@ -352,6 +417,16 @@ def serve(
                 spec_min_p=spec_min_p,
                 no_mtp=no_mtp,
                 prefill=prefill,
+                expert_cache=expert_cache,
+                expert_profile=expert_profile,
+                pool_workers=pool_workers,
+                vram_reserve_mib=vram_reserve_mib,
+                ple_io=ple_io,
+                ple_gguf=ple_gguf,
+                kv_resident=kv_resident,
+                mtp=mtp,
+                batch_groups=batch_groups,
+                vision=vision,
                 max_queue=max_queue,
                 conversation_cache_slots=conversation_cache_slots,
                 conversation_cache_mib=conversation_cache_mib,

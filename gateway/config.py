@@ -27,6 +27,8 @@ MAX_PREFILL = 65_536
 MAX_DRAIN_S = 3600.0
 MAX_CONVERSATIONS = 100_000
 MAX_CACHE_MIB = 2**24
+MAX_EXPERTS = 2**32
+PLE_IO = ("ram", "mmap", "direct")
 _MIB = 2**20
 _CACHE = CacheConfig()
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -106,6 +108,17 @@ class ServeOptions:
     spec_min_p: float = 0.5
     no_mtp: bool = False
     prefill: int | None = None
+    expert_cache: int | None = None
+    """None: auto."""
+    expert_profile: Path | None = None
+    pool_workers: int | None = None
+    vram_reserve_mib: int | None = None
+    ple_io: str = "ram"
+    ple_gguf: str | None = None
+    kv_resident: int = 0
+    mtp: str | None = None
+    batch_groups: int = 1
+    vision: bool = False
     max_queue: int = 64
     conversation_cache_slots: int = _CACHE.max_conversations
     conversation_cache_mib: int = _CACHE.capacity_bytes // _MIB
@@ -129,6 +142,7 @@ def load_config(options: ServeOptions) -> AppConfig:
         raise ConfigError(
             "--spec is 0, but serving needs the draft layer: give 1 to 4, or --no-mtp for a plain baseline"
         )
+    _refuse_missing(options)
     keys = () if options.api_key_file is None else read_api_keys(options.api_key_file)
     return AppConfig(
         gateway=GatewayConfig(
@@ -153,6 +167,13 @@ def load_config(options: ServeOptions) -> AppConfig:
                 num_slots=options.batch,
                 max_context=options.max_context,
                 chunk_tokens=options.prefill,
+                expert_cache=options.expert_cache,
+                expert_profile=None
+                if options.expert_profile is None
+                else str(options.expert_profile),
+                pool_workers=options.pool_workers,
+                vram_reserve_mib=options.vram_reserve_mib,
+                ple_io=options.ple_io,
                 max_draft=0 if options.no_mtp else _first(options.spec, MAX_SPEC),
                 max_parked_bytes=options.conversation_cache_mib * _MIB,
                 parked_dir=_parked_dir(options),
@@ -220,6 +241,31 @@ def _owner_identities(keys: tuple[ApiKey, ...]) -> tuple[tuple[str, str], ...]:
         (name, blake2b("\n".join(sorted(found)).encode(), digest_size=32).hexdigest())
         for name, found in secrets.items()
     )
+
+
+def _refuse_missing(options: ServeOptions) -> None:
+    """What this build cannot do is refused with the reason, not taken and forgotten."""
+    if options.vision:
+        raise ConfigError("--vision: no image encoder is in this build; serve without it")
+    if options.batch_groups > 1:
+        raise ConfigError(
+            f"--batch-groups is {options.batch_groups}, but this build runs all layers on one device: give 1"
+        )
+    if options.kv_resident:
+        raise ConfigError(
+            f"--kv-resident is {options.kv_resident}, but all K/V cells lie on the device in this build: give 0, and "
+            "lower --max-context or give --kv int8 where they do not fit"
+        )
+    if options.mtp is not None:
+        raise ConfigError(
+            f"--mtp is {options.mtp}, but the draft layer is read from the model's own files: leave it out, or give "
+            "--no-mtp for none"
+        )
+    if options.ple_gguf is not None:
+        raise ConfigError(
+            f"--ple-gguf is {options.ple_gguf}, but the n-gram table is found by name in the model's own files, in all "
+            "shards of a GGUF file: leave it out"
+        )
 
 
 def _first(value: int | None, default: int) -> int:

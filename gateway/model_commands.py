@@ -16,6 +16,9 @@ COMMANDS = {
     "inspect": "Print a model's geometry, its parameters and bytes by part, and the state of a sequence.",
     "convert": "Write a checkpoint as a GGUF file, every value as it is.",
     "pack": "Write a model as a pack: files that load by being mapped.",
+    "plan": "Print what a start would take, on this machine or another, without loading anything.",
+    "profile": "Rank experts by how often a file of conversations is routed to them.",
+    "floor": "Time a window's layers and nothing else, and count what it allocates.",
     "pack-budget": "Compare what a pack takes on disk with what an engine holds, part by part.",
 }
 

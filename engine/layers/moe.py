@@ -39,6 +39,11 @@ class MoeLayer:
         """int64 [E]: counts rows per expert where somebody records a profile."""
 
     @property
+    def num_experts(self) -> int:
+        """Routed experts."""
+        return self._spec.num_experts
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all weights but those of experts that are held one by one."""
         routed = self._experts.num_bytes if isinstance(self._experts, DenseExperts) else 0

@@ -11,9 +11,12 @@ import typer
 
 from engine.errors import EngineError
 from engine.tools.convert import convert
+from engine.tools.floor import floor
 from engine.tools.inspect import inspect
 from engine.tools.pack import pack
 from engine.tools.pack_budget import budget
+from engine.tools.plan import plan
+from engine.tools.profile import profile
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -25,6 +28,9 @@ app.command()(inspect)
 app.command()(convert)
 app.command()(pack)
 app.command("pack-budget")(budget)
+app.command()(plan)
+app.command()(profile)
+app.command()(floor)
 
 
 @app.callback()

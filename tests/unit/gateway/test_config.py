@@ -58,6 +58,21 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[AppConfig]:
         (["--prefill", "lots"], ["--prefill", "lots"]),
         (["--max-context", "1"], ["--max-context", "16"]),
         (["--max-queue", ""], ["--max-queue"]),
+        (["--expert-cache", "some"], ["--expert-cache", "auto or a whole number from 0", "some"]),
+        (["--expert-cache", "-1"], ["--expert-cache", "-1"]),
+        (["--expert-cache", "1e9"], ["--expert-cache", "1e9"]),
+        (["--pool-workers", "0"], ["--pool-workers", "1 to 1024"]),
+        (["--pool-workers", "NaN"], ["--pool-workers", "NaN"]),
+        (["--vram-reserve-mib", "abc"], ["--vram-reserve-mib", "abc", "0 to 16777216"]),
+        (["--vram-reserve-mib", "1e9"], ["--vram-reserve-mib", "1e9"]),
+        (["--ple-io", "disk"], ["--ple-io", "ram, mmap, direct", "disk"]),
+        (["--kv-resident", "abc"], ["--kv-resident", "abc"]),
+        (["--kv-resident", "32768"], ["--kv-resident is 32768", "give 0"]),
+        (["--batch-groups", "0"], ["--batch-groups", "1 to 4"]),
+        (["--batch-groups", "2"], ["--batch-groups is 2", "one device"]),
+        (["--vision"], ["--vision", "no image encoder"]),
+        (["--mtp", "drafts"], ["--mtp is drafts", "--no-mtp"]),
+        (["--ple-gguf", "t.gguf"], ["--ple-gguf is t.gguf", "found by name"]),
         (["--conversation-cache-slots", "-1"], ["--conversation-cache-slots", "0 to 100000"]),
         (["--conversation-cache-mib", "1e3"], ["--conversation-cache-mib", "1e3"]),
         (["--conversation-cache-min-free-mib", "NaN"], ["--conversation-cache-min-free-mib"]),
@@ -129,6 +144,8 @@ def test_options_arrive(started: list[AppConfig], tmp_path: Path) -> None:
         f"--max-queue 9 --drain-s 1.5 --device cuda:1 --dtype float32 --kv int8 --threads 2 "
         f"--served-model-name m --cors-origin https://a --cors-origin https://b "
         f"--conversation-cache-slots 7 --conversation-cache-mib 100 --conversation-cache-min-free-mib 3 "
+        f"--expert-cache 12 --expert-profile p.bin --pool-workers 3 --vram-reserve-mib 900 --ple-io mmap "
+        f"--kv-resident 0 --batch-mtp --batch-groups 1 "
         f"--otlp-endpoint http://127.0.0.1:4318 --log-level error --host ::1 --api-key-file {keys}"
     )
     result = runner.invoke(cli.app, arguments.split())
@@ -139,6 +156,8 @@ def test_options_arrive(started: list[AppConfig], tmp_path: Path) -> None:
     assert (engine.max_draft, scheduler.spec_min_p, engine.chunk_tokens) == (3, 0.25, 128)
     assert (engine.device, engine.dtype, engine.threads) == ("cuda:1", "float32", 2)
     assert engine.kv == "int8"
+    assert (engine.expert_cache, engine.expert_profile) == (12, "p.bin")
+    assert (engine.pool_workers, engine.vram_reserve_mib, engine.ple_io) == (3, 900, "mmap")
     assert (scheduler.max_queue, gateway.drain_s, gateway.port) == (9, 1.5, 0)
     cache = scheduler.cache
     assert (cache.max_conversations, cache.capacity_bytes) == (7, 100 * 2**20)

@@ -1,0 +1,172 @@
+"""`stratagate plan`: the memory plan of a start, on this machine or another, without loading anything."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from engine.config import DEFAULT_MODEL, EngineConfig, model_path
+from engine.errors import PlanRefused
+from engine.interface import MAX_SLOTS, MAX_SPEC
+from engine.memory_plan import MIB, TABLE, Place, Step, experts_are_dense, num_pairs
+from engine.sources.opening import read_spec
+from engine.startup import free_bytes, free_host_bytes
+from engine.startup_plan import Machine, StartPlan, device_of, dtype_of, plan_start
+from engine.tools.options import AUTO, MAX_MIB, MODEL_HELP, number_option, word_option
+from engine.tools.tables import table
+
+_MAX_CONTEXT = 2**20
+
+
+def plan(
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)] = DEFAULT_MODEL,
+    vram_mib: Annotated[
+        int | None, number_option("--vram-mib", "Free memory of a GPU; 0: none.", 0, MAX_MIB)
+    ] = None,
+    ram_mib: Annotated[
+        int | None, number_option("--ram-mib", "Free memory of the host.", 1, MAX_MIB)
+    ] = None,
+    ssd: Annotated[
+        bool | None,
+        typer.Option(
+            "--ssd/--no-ssd", help="The table may stay on an SSD if it does not fit in RAM."
+        ),
+    ] = None,
+    device: Annotated[
+        str, word_option("--device", "Of this machine.", ("auto", "cpu", "cuda"))
+    ] = "auto",
+    dtype: Annotated[
+        str, word_option("--dtype", "Of weights.", ("auto", "float32", "bfloat16"))
+    ] = "auto",
+    kv: Annotated[
+        str, word_option("--kv", "Of keys and values.", ("auto", "fp32", "bf16", "int8"))
+    ] = "auto",
+    batch: Annotated[int, number_option("--batch", "Batch slots.", 1, MAX_SLOTS)] = MAX_SLOTS,
+    max_context: Annotated[
+        int | None, number_option("--max-context", "Tokens a slot holds.", 16, _MAX_CONTEXT)
+    ] = None,
+    prefill: Annotated[
+        int, number_option("--prefill", "Prompt tokens at a time.", 1, 65_536, auto=True)
+    ] = AUTO,
+    no_mtp: Annotated[bool, typer.Option("--no-mtp", help="Without the draft layer.")] = False,
+    expert_cache: Annotated[
+        int, number_option("--expert-cache", "Experts on the device.", 0, 2**32, auto=True)
+    ] = AUTO,
+    expert_profile: Annotated[
+        Path | None, typer.Option("--expert-profile", help="Ranking of the experts.")
+    ] = None,
+    vram_reserve_mib: Annotated[
+        int | None, number_option("--vram-reserve-mib", "Device memory left free.", 0, MAX_MIB)
+    ] = None,
+    conversation_cache_mib: Annotated[
+        int, number_option("--conversation-cache-mib", "Of parked conversations.", 0, MAX_MIB)
+    ] = 8192,
+    ple_io: Annotated[
+        str | None,
+        word_option("--ple-io", "Where the n-gram table is read from.", ("ram", "mmap", "direct")),
+    ] = None,
+) -> None:
+    """Print what a start would take, line by line, and whether it fits; nothing is loaded."""
+    spec = read_spec(model_path(model))
+    machine = _machine(device, vram_mib, ram_mib)
+    config = EngineConfig(
+        model=model,
+        kv=kv,
+        num_slots=batch,
+        max_context=max_context,
+        chunk_tokens=None if prefill == AUTO else prefill,
+        max_draft=0 if no_mtp or not spec.num_draft_layers else MAX_SPEC,
+        expert_cache=None if expert_cache == AUTO else expert_cache,
+        expert_profile=None if expert_profile is None else str(expert_profile),
+        vram_reserve_mib=vram_reserve_mib,
+        ple_io=ple_io or "ram",
+    )
+    dtype_held = dtype_of(dtype, has_gpu=machine.has_gpu)
+    try:
+        found = plan_start(config, spec, machine, dtype_held)
+    except PlanRefused:
+        if ple_io is not None or not ssd or spec.ple is None:
+            raise
+        found = plan_start(replace(config, ple_io="direct"), spec, machine, dtype_held)
+    typer.echo(report(found, machine, conversation_cache_mib))
+
+
+def report(plan: StartPlan, machine: Machine, parking_mib: int) -> str:
+    """The plan in lines: parts, checkpoints, experts, and what is left."""
+    spec = plan.spec
+    rows = [
+        (
+            line.name,
+            f"{line.num_bytes:,}",
+            f"{line.num_bytes / MIB:,.1f}",
+            _where(line.place, machine),
+        )
+        for line in plan.memory.lines
+    ]
+    parts = table(("part", "bytes", "MiB", "memory"), rows)
+    marks = table(
+        ("checkpoint", "MiB taken"),
+        [(step.value, f"{plan.memory.until(step) / MIB:,.1f}") for step in Step],
+    )
+    limits = plan.limits
+    facts = [
+        f"{spec.name}: {limits.num_slots} slots x {limits.max_context} tokens, prompts in chunks of "
+        f"{limits.chunk_tokens}, weights in {str(plan.dtype).removeprefix('torch.')}, "
+        f"K/V in {str(plan.kv_dtype).removeprefix('torch.')}, drafts {'on' if plan.with_draft else 'off'}",
+        *plan.cache.lines,
+        _experts(plan),
+    ]
+    facts.append(
+        f"parked conversations: at most {parking_mib:,} MiB of RAM beside this, taken as they come"
+    )
+    if spec.ple and not plan.table_in_ram:
+        facts.append(f"{TABLE}: stays on the disk, read row by row")
+    return "\n\n".join((parts, marks, "\n".join(facts), "\n".join(_left(plan, machine))))
+
+
+def _experts(plan: StartPlan) -> str:
+    split, total = plan.experts, num_pairs(plan.spec)
+    if not split.is_tiered:
+        dense = experts_are_dense(plan.spec, plan.dtype.itemsize)
+        how = ", computed all together" if dense else ", each in a slot"
+        return f"experts: all {total} on the device{how}"
+    slots = split.slots
+    return (
+        f"experts: {sum(slots)} of {total} have a slot, {min(slots)} to {max(slots)} a layer; "
+        f"{split.num_in_host} lie in host memory"
+    )
+
+
+def _left(plan: StartPlan, machine: Machine) -> list[str]:
+    def line(where: str, needed: int, there: int) -> str:
+        return (
+            f"{where}: {needed / MIB:,.1f} MiB needed, {there / MIB:,.1f} MiB free, "
+            f"{(there - needed) / MIB:,.1f} MiB left"
+        )
+
+    if not machine.has_gpu:
+        return [line("RAM", plan.memory.total(), machine.host_bytes)]
+    return [
+        line("GPU memory", plan.memory.total(Place.DEVICE), machine.device_bytes),
+        line("RAM", plan.memory.total(Place.HOST), machine.host_bytes),
+    ]
+
+
+def _where(place: Place, machine: Machine) -> str:
+    if not machine.has_gpu:
+        return "RAM"
+    return "GPU" if place == Place.DEVICE else "RAM"
+
+
+def _machine(device: str, vram_mib: int | None, ram_mib: int | None) -> Machine:
+    """This machine, or what the options say of another."""
+    host = free_host_bytes() if ram_mib is None else ram_mib * MIB
+    if vram_mib is not None:
+        return Machine(has_gpu=vram_mib > 0, device_bytes=vram_mib * MIB or host, host_bytes=host)
+    if ram_mib is not None:
+        return Machine(has_gpu=False, device_bytes=host, host_bytes=host)
+    found = device_of(device)
+    return Machine(has_gpu=found.type == "cuda", device_bytes=free_bytes(found), host_bytes=host)

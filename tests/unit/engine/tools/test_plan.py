@@ -1,0 +1,104 @@
+"""`stratagate plan`: a start of the large model on machines that are not here."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from engine.errors import PlanRefused
+from engine.tools.__main__ import app
+from tests.unit.engine.real_config import REAL_TEXT_CONFIG
+
+runner = CliRunner()
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("real")
+    (directory / "config.json").write_text(json.dumps(REAL_TEXT_CONFIG), encoding="utf-8")
+    return str(directory)
+
+
+def planned(*arguments: str) -> str:
+    result = runner.invoke(app, ["plan", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def bytes_of(name: str, text: str) -> int:
+    found = re.search(rf"^{re.escape(name)} +([\d,]+)", text, re.MULTILINE)
+    assert found, name
+    return int(found[1].replace(",", ""))
+
+
+BIG = ("--vram-mib", "80000", "--ram-mib", "300000", "--batch", "1", "--kv", "bf16")
+
+
+def test_the_large_model_is_planned_from_its_configuration(real: str) -> None:
+    text = planned(real, *BIG, "--ssd", "--expert-cache", "100")
+    # model.md 2.1: K/V of 12 layers and the draft layer, GDN state of one sequence; 4.2: one head.
+    cells = (262_144 + 5 + 63) // 64 * 64
+    assert bytes_of("session k", text) == 13 * 2 * 256 * 2 * cells
+    assert bytes_of("session s", text) == 113_246_208
+    assert bytes_of("head", text) == 635_699_200 * 2
+    assert bytes_of("draft layer", text) >= 2_607_150_848 * 2
+    assert bytes_of("experts, tier one", text) == 100 * 4_915_200 * 2
+    assert bytes_of("experts, tier two", text) == 24_576 * 4_915_200 * 2
+    assert "experts: 100 of 24576 have a slot, 2 to 3 a layer; 24576 lie in host memory" in text
+    assert "ple table: stays on the disk" in text  # 102 GB do not fit beside 242 GB of experts
+
+
+def test_auto_prints_how_the_slots_came_about(real: str) -> None:
+    text = planned(real, *BIG, "--ple-io", "mmap", "--vram-reserve-mib", "1600")
+    found = re.search(
+        r"expert cache auto: [\d.]+ GiB free, 1600 MiB reserved \(\+\d+ MiB for the prompt path, "
+        r"\+\d+ MiB for the draft head\) -> (\d+) slots",
+        text,
+    )
+    assert found
+    left = re.search(r"GPU memory: .* ([\d.,]+) MiB left", text)
+    assert left
+    # What is left is the reserve, and less than one expert that did not fit.
+    assert 1600 <= float(left[1].replace(",", "")) < 1600 + 4_915_200 * 2 / 2**20
+
+
+def test_what_does_not_fit_is_refused_with_both_numbers(real: str) -> None:
+    with pytest.raises(PlanRefused, match=r"needs \d+ MiB of RAM but 100000 MiB are available"):
+        planned(real, "--vram-mib", "80000", "--ram-mib", "100000", "--batch", "1")
+    with pytest.raises(PlanRefused, match=r"one slot needs .* MiB are free: .* --max-context"):
+        planned(real, "--vram-mib", "8000", "--ram-mib", "400000", "--ssd")
+    with pytest.raises(PlanRefused, match=r"--expert-cache 9000: .* give at most \d+, or auto"):
+        planned(real, *BIG, "--ssd", "--expert-cache", "9000")
+
+
+def test_the_shipped_model_fits_in_a_little_memory_and_not_in_less() -> None:
+    text = planned("default", "--ram-mib", "400", "--dtype", "float32")
+    assert "experts: all 256 on the device, computed all together" in text
+    assert bytes_of("ple table", text) > 0
+    assert "ple table" not in planned("--ram-mib", "400", "--ple-io", "direct").split("\n\n")[0]
+    with pytest.raises(PlanRefused, match=r"needs \d+ MiB of RAM but 100 MiB .*sessions"):
+        planned("--ram-mib", "100", "--dtype", "float32")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--vram-mib", "abc"),
+        ("--vram-mib", "1e9"),
+        ("--ram-mib", "0"),
+        ("--ram-mib", "NaN"),
+        ("--batch", "5"),
+        ("--expert-cache", "-1"),
+        ("--expert-cache", "some"),
+        ("--prefill", "0"),
+        ("--ple-io", "disk"),
+        ("--kv", "q4_0"),
+    ],
+)
+def test_bad_values_end_with_status_2(option: str, value: str) -> None:
+    result = runner.invoke(app, ["plan", option, value])
+    assert result.exit_code == 2
+    assert option in result.output
