@@ -36,6 +36,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 LOCKED := $(PIP) --constraint requirements.lock
 # The project is installed with the build tools of the lock file instead of whatever is newest that day.
 PROJECT := $(LOCKED) --no-build-isolation --editable
+# The CPU step is compiled by the machine's C compiler, or by one from the package index.
+NEEDS_ZIG := $(if $(shell command -v cc gcc clang 2>/dev/null),,ziglang)
 
 .PHONY: help serve test browser-test check format lock clean
 .DEFAULT_GOAL := help
@@ -75,6 +77,7 @@ lock: $(VENV)/.python ## write requirements.lock anew with the newest versions a
 	} > $(VENV)/lock.out && mv $(VENV)/lock.out requirements.lock
 
 clean: ## remove the environments and everything built
+	rm -f engine/native/*.so
 	rm -rf .venv .venv-cuda build dist .pytest_cache .ruff_cache .hypothesis .coverage htmlcov
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
@@ -99,9 +102,9 @@ $(VENV)/.torch: $(VENV)/.python requirements.lock
 	echo "torch: $$(( $$(date +%s) - start )) s"
 	@touch $@
 
-$(VENV)/.serve: $(VENV)/.torch pyproject.toml requirements.lock
+$(VENV)/.serve: $(VENV)/.torch pyproject.toml requirements.lock $(wildcard engine/native/src/*)
 	@start=$$(date +%s); \
-	$(LOCKED) hatchling editables && $(PROJECT) . && \
+	$(LOCKED) hatchling editables $(NEEDS_ZIG) && $(PROJECT) . && \
 	echo "server: $$(( $$(date +%s) - start )) s"
 	@touch $@
 

@@ -45,6 +45,8 @@ class EngineConfig:
     """Where the n-gram table is read from: ram, mmap (the page cache) or direct (the disk, past the page cache)."""
     parked_dir: str | None = None
     """Directory for conversation files; None keeps none."""
+    kernels: str = "auto"
+    """auto, compiled (the CPU step in C, refused where it cannot run) or torch."""
     exact: bool = True
     """Rows never depend on their company (product.md D3)."""
 

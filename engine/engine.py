@@ -38,15 +38,24 @@ from engine.interface import (
     WindowResult,
     WindowTimes,
 )
-from engine.loader import LoadedModel, ModelLoader
-from engine.memory_plan import SESSION, TIER_ONE, TIER_TWO, MemoryPlan, Step
+from engine.loader import ModelLoader
+from engine.memory_plan import SESSION, TIER_ONE, TIER_TWO, Step
+from engine.native.step import NativeDraft, NativeStep, NativeTrunk, planned_parts, why_not
 from engine.parked import CheckpointMark, ParkedStates
 from engine.parked_files import FileLayout, ParkedFiles
 from engine.sampling import Picker, PickRow, TokenHistory, limited, row_logprobs
 from engine.sources.opening import open_source, read_spec
 from engine.startup import StartupMarks, free_bytes, free_host_bytes
 from engine.startup_budget import low_memory_line
-from engine.startup_plan import Machine, default_threads, device_of, dtype_of, plan_start
+from engine.startup_plan import (
+    Machine,
+    StartPlan,
+    default_threads,
+    device_of,
+    dtype_of,
+    limits_of,
+    plan_start,
+)
 from engine.state import Rows, SlotState
 from engine.weights import Checkpoint
 
@@ -54,6 +63,7 @@ if TYPE_CHECKING:
     from engine.experts import ExpertStore
     from engine.model import Trunk
     from engine.model_spec import ModelSpec
+    from engine.mtp import DraftLayer
 
 _log = logging.getLogger("engine.startup")
 
@@ -105,7 +115,9 @@ class TorchEngine:
         self,
         *,
         spec: ModelSpec,
-        model: LoadedModel,
+        trunk: Trunk | NativeTrunk,
+        draft: DraftLayer | NativeDraft | None,
+        experts: ExpertStore | None,
         state: SlotState,
         picker: Picker,
         grammars: GrammarCompiler,
@@ -114,9 +126,9 @@ class TorchEngine:
         files: ParkedFiles | None,
     ) -> None:
         self._spec = spec
-        self._trunk = model.trunk
-        self._draft_layer = model.draft
-        self._experts = model.experts
+        self._trunk = trunk
+        self._draft_layer = draft
+        self._experts = experts
         self._state = state
         self._picker = picker
         self._grammars = grammars
@@ -153,7 +165,9 @@ class TorchEngine:
 
     @property
     def trunk(self) -> Trunk:
-        """The layers, for instruments."""
+        """The torch layers, for instruments. Raises PlanError where the compiled step runs, which has none to show."""
+        if isinstance(self._trunk, NativeTrunk):
+            raise PlanError("the compiled step has no layers to look at: load with kernels torch")
         return self._trunk
 
     @property
@@ -685,7 +699,7 @@ class TorchEngine:
 
     def _commit(self, slot: int, num_rows: int, verified: _Verified) -> None:
         """Keep the first rows of a slot's window; their draft-layer cells wait for the next draft."""
-        self._state.commit(slot, num_rows)
+        self._trunk.commit(slot, num_rows, self._state)
         sequence = self._sequence(slot)
         sequence.num_computed += num_rows
         if sequence.uses_drafts:
@@ -788,7 +802,8 @@ def load_engine(config: EngineConfig, *, rehearse: bool = False) -> TorchEngine:
     spec = read_spec(path)
     device = device_of(config.device)
     has_gpu = device.type == "cuda"
-    dtype = dtype_of(config.dtype, has_gpu=has_gpu)
+    no_step = why_not(config, spec, device)
+    dtype = torch.float32 if no_step is None else dtype_of(config.dtype, has_gpu=has_gpu)
     num_threads = config.threads or default_threads()
     torch.set_num_threads(num_threads)
     # Denormals in decayed states cost a hundred times a normal multiply and carry no information.
@@ -796,38 +811,13 @@ def load_engine(config: EngineConfig, *, rehearse: bool = False) -> TorchEngine:
     machine = Machine(
         has_gpu=has_gpu, device_bytes=free_bytes(device), host_bytes=free_host_bytes()
     )
-    plan = plan_start(config, spec, machine, dtype)
-    marks = StartupMarks(plan.memory)
     with Checkpoint(open_source(path, spec)) as checkpoint:
-        loader = ModelLoader(
-            checkpoint,
-            spec,
-            dtype=dtype,
-            device=device,
-            exact=config.exact,
-            max_context=plan.limits.max_context,
-            num_workers=config.pool_workers or num_threads,
-            tiered=plan.experts.is_tiered,
-            ple_io=config.ple_io,
-        )
-        model = loader.load(with_draft=plan.with_draft)
-        state = SlotState(
-            spec,
-            num_slots=config.num_slots,
-            max_context=plan.limits.max_context,
-            dtype=dtype,
-            kv_dtype=plan.kv_dtype,
-            device=device,
-        )
-        marks.reach(Step.WEIGHTS)
-        loader.load_head(model.trunk)
-        marks.reach(Step.HEAD)
-        plan = plan.resized(free_bytes(device))
-        marks.plan = plan.memory
-        for line in plan.cache.lines:
-            _log.info("%s", line)
-        loader.load_experts(plan.experts, marks)
-        loader.finish(with_draft=plan.with_draft)
+        if no_step is None:
+            loaded = _load_step(checkpoint, config, spec, machine, num_threads)
+        else:
+            _log.info("the compiled step is not used: %s", no_step)
+            loaded = _load_layers(checkpoint, config, spec, machine, device, dtype, num_threads)
+    plan = loaded.plan
     info = EngineInfo(
         model_name=spec.name,
         vocab_size=spec.vocab_size,
@@ -837,18 +827,20 @@ def load_engine(config: EngineConfig, *, rehearse: bool = False) -> TorchEngine:
         max_draft=plan.limits.max_draft,
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
-        kernels=model.report.line(),
+        kernels=loaded.kernels,
         load_s=time.perf_counter() - began,
-        memory_plan=_plan_items(plan.memory, model, state),
+        memory_plan=loaded.plan_items(),
         kv_dtype=str(plan.kv_dtype).removeprefix("torch."),
     )
     directory = text_path(config.model)
-    parked = ParkedStates(state, max_bytes=config.max_parked_bytes)
+    parked = ParkedStates(loaded.state, max_bytes=config.max_parked_bytes)
     num_token_ids = min(spec.vocab_size, num_known_tokens(directory) or spec.vocab_size)
     engine = TorchEngine(
         spec=spec,
-        model=model,
-        state=state,
+        trunk=loaded.trunk,
+        draft=loaded.draft,
+        experts=loaded.experts,
+        state=loaded.state,
         picker=Picker(num_token_ids),
         grammars=GrammarCompiler(directory, spec.vocab_size),
         info=info,
@@ -856,7 +848,7 @@ def load_engine(config: EngineConfig, *, rehearse: bool = False) -> TorchEngine:
         files=_open_files(config, info, parked),
     )
     if rehearse:
-        engine.rehearse(marks)
+        engine.rehearse(loaded.marks)
     if (line := low_memory_line(free_bytes(device), plan.cache)) is not None:
         _log.warning("%s", line)
     return engine
@@ -878,17 +870,117 @@ def _open_files(config: EngineConfig, info: EngineInfo, parked: ParkedStates) ->
     return ParkedFiles(Path(config.parked_dir), layout)
 
 
-def _plan_items(plan: MemoryPlan, model: LoadedModel, state: SlotState) -> tuple[PlanItem, ...]:
-    actual = dict(model.part_bytes)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Loaded:
+    """Layers and state, and what they were planned to take and take."""
+
+    trunk: Trunk | NativeTrunk
+    draft: DraftLayer | NativeDraft | None
+    experts: ExpertStore | None
+    state: SlotState
+    kernels: str
+    plan: StartPlan
+    marks: StartupMarks
+    part_bytes: Mapping[str, int]
+
+    def plan_items(self) -> tuple[PlanItem, ...]:
+        """Planned against actual, by line."""
+        memory, actual = self.plan.memory, dict(self.part_bytes)
+        for name in memory.session_names():
+            tensor: Tensor = getattr(self.state, name)
+            actual[f"{SESSION}{name}"] = tensor.numel() * tensor.element_size()
+        return tuple(
+            PlanItem(name=x.name, planned_bytes=x.num_bytes, actual_bytes=actual.get(x.name))
+            for x in memory.lines
+        )
+
+
+def _load_step(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    spec: ModelSpec,
+    machine: Machine,
+    num_threads: int,
+) -> _Loaded:
+    """The compiled CPU step; all its weights are read at once, so the later checkpoints find nothing new."""
+    limits = limits_of(config, spec, has_gpu=False)
+    parts = planned_parts(checkpoint.source, spec, limits, num_threads)
+    plan = plan_start(config, spec, machine, torch.float32, step_parts=parts)
+    marks = StartupMarks(plan.memory)
+    state = _new_state(plan, torch.device("cpu"))
+    step = NativeStep(checkpoint, spec, state, limits, num_threads)
+    for reached in (Step.WEIGHTS, Step.HEAD, Step.CACHE, Step.FILL, Step.HITS):
+        marks.reach(reached)
+    return _Loaded(
+        trunk=NativeTrunk(step),
+        draft=NativeDraft(step) if plan.with_draft else None,
+        experts=None,
+        state=state,
+        kernels="compiled step",
+        plan=plan,
+        marks=marks,
+        part_bytes=step.part_bytes,
+    )
+
+
+def _load_layers(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    spec: ModelSpec,
+    machine: Machine,
+    device: torch.device,
+    dtype: torch.dtype,
+    num_threads: int,
+) -> _Loaded:
+    """The torch layers, in the order of product.md D7."""
+    plan = plan_start(config, spec, machine, dtype)
+    marks = StartupMarks(plan.memory)
+    loader = ModelLoader(
+        checkpoint,
+        spec,
+        dtype=dtype,
+        device=device,
+        exact=config.exact,
+        max_context=plan.limits.max_context,
+        num_workers=config.pool_workers or num_threads,
+        tiered=plan.experts.is_tiered,
+        ple_io=config.ple_io,
+    )
+    model = loader.load(with_draft=plan.with_draft)
+    state = _new_state(plan, device)
+    marks.reach(Step.WEIGHTS)
+    loader.load_head(model.trunk)
+    marks.reach(Step.HEAD)
+    plan = plan.resized(free_bytes(device))
+    marks.plan = plan.memory
+    for line in plan.cache.lines:
+        _log.info("%s", line)
+    loader.load_experts(plan.experts, marks)
+    loader.finish(with_draft=plan.with_draft)
+    part_bytes = dict(model.part_bytes)
     if model.experts is not None:
-        actual[TIER_ONE] = model.experts.slot_bytes
-        actual[TIER_TWO] = model.experts.host_bytes
-    for name in plan.session_names():
-        tensor: Tensor = getattr(state, name)
-        actual[f"{SESSION}{name}"] = tensor.numel() * tensor.element_size()
-    return tuple(
-        PlanItem(name=line.name, planned_bytes=line.num_bytes, actual_bytes=actual.get(line.name))
-        for line in plan.lines
+        part_bytes[TIER_ONE] = model.experts.slot_bytes
+        part_bytes[TIER_TWO] = model.experts.host_bytes
+    return _Loaded(
+        trunk=model.trunk,
+        draft=model.draft,
+        experts=model.experts,
+        state=state,
+        kernels=model.report.line(),
+        plan=plan,
+        marks=marks,
+        part_bytes=part_bytes,
+    )
+
+
+def _new_state(plan: StartPlan, device: torch.device) -> SlotState:
+    return SlotState(
+        plan.spec,
+        num_slots=plan.limits.num_slots,
+        max_context=plan.limits.max_context,
+        dtype=plan.dtype,
+        kv_dtype=plan.kv_dtype,
+        device=device,
     )
 
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engine.errors import ConfigMismatch, WeightMismatch
+import engine.tensor_names as names
+from engine.errors import ConfigMismatch
 from engine.experts import (
     ExpertPool,
     ExpertProducts,
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
     from engine.startup import StartupMarks
     from engine.startup_plan import ExpertSplit
     from engine.weights import Checkpoint
-
-DRAFT_PREFIX = "mtp."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +139,7 @@ class ModelLoader:
 
     def finish(self, *, with_draft: bool) -> None:
         """Raise WeightMismatch if a tensor is left over."""
-        self._checkpoint.finish(ignore=() if with_draft else (DRAFT_PREFIX,))
+        self._checkpoint.finish(ignore=() if with_draft else (names.DRAFT_PREFIX,))
 
     def _trunk(self) -> Trunk:
         spec, prefix = self._spec, self._checkpoint.trunk
@@ -177,7 +176,7 @@ class ModelLoader:
 
     def _draft(self, trunk: Trunk) -> DraftLayer:
         spec = self._spec
-        prefix, layer = DRAFT_PREFIX, f"{DRAFT_PREFIX}layers.0."
+        prefix, layer = names.DRAFT_PREFIX, f"{names.DRAFT_PREFIX}layers.0."
         square = (spec.hidden, spec.hidden)
         experts = self._draft_experts(f"{layer}mlp.experts.")
         draft = DraftLayer(
@@ -221,14 +220,7 @@ class ModelLoader:
         heads = gdn.num_value_heads
         conv = self._tensor(f"{prefix}conv1d.weight", (gdn.conv_channels, 1, gdn.conv_width))
         return GdnLayer(
-            in_proj=self._linear(
-                [
-                    (f"{prefix}in_proj_qkv.weight", (gdn.conv_channels, spec.hidden)),
-                    (f"{prefix}in_proj_z.weight", (gdn.value_channels, spec.hidden)),
-                    (f"{prefix}in_proj_b.weight", (heads, spec.hidden)),
-                    (f"{prefix}in_proj_a.weight", (heads, spec.hidden)),
-                ]
-            ),
+            in_proj=self._linear(names.gdn_in(prefix, spec)),
             conv=conv[:, 0],
             a_log=self._tensor(f"{prefix}A_log", (heads,), dtype=torch.float32),
             dt_bias=self._tensor(f"{prefix}dt_bias", (heads,), dtype=torch.float32),
@@ -243,21 +235,10 @@ class ModelLoader:
 
     def _qsa(self, prefix: str, index: int) -> QsaLayer:
         spec, qsa = self._spec, self._spec.qsa
-        kv = qsa.num_kv_heads * qsa.head_dim
         queries = qsa.num_heads * qsa.head_dim
         return QsaLayer(
             index=index,
-            in_proj=self._linear(
-                [
-                    (f"{prefix}q_proj.weight", (2 * queries, spec.hidden)),
-                    (f"{prefix}k_proj.weight", (kv, spec.hidden)),
-                    (f"{prefix}v_proj.weight", (kv, spec.hidden)),
-                    (
-                        f"{prefix}indexer.index_qk_proj.weight",
-                        ((qsa.num_index_heads + 1) * qsa.index_dim, spec.hidden),
-                    ),
-                ]
-            ),
+            in_proj=self._linear(names.qsa_in(prefix, spec)),
             out_proj=self._linear([(f"{prefix}o_proj.weight", (spec.hidden, queries))]),
             q_norm=self._norm(f"{prefix}q_norm.weight", qsa.head_dim),
             k_norm=self._norm(f"{prefix}k_norm.weight", qsa.head_dim),
@@ -272,14 +253,7 @@ class ModelLoader:
     def _moe(self, prefix: str, experts: DenseExperts | GroupedExperts) -> MoeLayer:
         spec, moe = self._spec, self._spec.moe
         return MoeLayer(
-            head=self._linear(
-                [
-                    (f"{prefix}gate.weight", (moe.num_experts, spec.hidden)),
-                    (f"{prefix}shared_expert_gate.weight", (1, spec.hidden)),
-                    (f"{prefix}shared_expert.gate_proj.weight", (moe.shared_dim, spec.hidden)),
-                    (f"{prefix}shared_expert.up_proj.weight", (moe.shared_dim, spec.hidden)),
-                ]
-            ),
+            head=self._linear(names.moe_head(prefix, spec)),
             shared_down=self._linear(
                 [(f"{prefix}shared_expert.down_proj.weight", (spec.hidden, moe.shared_dim))]
             ),
@@ -326,18 +300,16 @@ class ModelLoader:
 
     def _expert_reader(self, prefix: str) -> _ReadExpert:
         """Reads gate_up [2*I, H] and down [H, I] of an expert as stored, from fused or per-expert tensors."""
-        hidden, moe, take = self._spec.hidden, self._spec.moe, self._checkpoint.take
-        count, width = moe.num_experts, moe.expert_dim
-        if self._checkpoint.has(f"{prefix}gate_up_proj"):
-            gate_up = take(f"{prefix}gate_up_proj", (count, 2 * width, hidden))
-            down = take(f"{prefix}down_proj", (count, hidden, width))
+        take = self._checkpoint.take
+        fused = names.fused_experts(prefix, self._spec)
+        if self._checkpoint.has(fused[0][0]):
+            gate_up, down = take(*fused[0]), take(*fused[1])
             return lambda expert: (gate_up[expert], down[expert])
+        gate_ups, downs = names.expert_parts(prefix, self._spec)
 
         def read(expert: int) -> tuple[Tensor, Tensor]:
-            one = f"{prefix}{expert}."
-            gate = take(f"{one}gate_proj.weight", (width, hidden))
-            up = take(f"{one}up_proj.weight", (width, hidden))
-            return torch.cat((gate, up)), take(f"{one}down_proj.weight", (hidden, width))
+            gate, up = (take(*part) for part in gate_ups[2 * expert : 2 * expert + 2])
+            return torch.cat((gate, up)), take(*downs[expert])
 
         return read
 
@@ -345,18 +317,13 @@ class ModelLoader:
         spec, ple = self._spec, self._spec.ple
         assert ple is not None
         width = spec.stream_width
-        self._check_hash(f"{prefix}ple_embedding.", index)
-        table = self._table(f"{prefix}ple_embedding.ngram_embedding.", ple.num_rows(index))
+        names.check_hash(self._checkpoint, prefix, ple, index)
+        table = self._table(names.ple_table(self._checkpoint, prefix, ple, index))
         conv = self._tensor(f"{prefix}conv1d.weight", (width, 1, ple.conv_width))
         built = PleLayer(
             index=index,
             table=table,
-            key_value=self._linear(
-                [
-                    (f"{prefix}key_proj.weight", (width, ple.embed_dim)),
-                    (f"{prefix}value_proj.weight", (spec.hidden, ple.embed_dim)),
-                ]
-            ),
+            key_value=self._linear(names.ple_key_value(prefix, spec, ple)),
             norm_key=self._norm(f"{prefix}norm_key.weight", width, group=spec.hidden),
             norm_query=self._norm(f"{prefix}norm_query.weight", width, group=spec.hidden),
             norm_conv=self._norm(f"{prefix}norm_conv.weight", width, group=spec.hidden),
@@ -368,24 +335,14 @@ class ModelLoader:
         self._count("ple table", built.table_bytes)
         return built
 
-    def _table(self, prefix: str, num_rows: int) -> PleTable:
+    def _table(self, parts: list[names.Part]) -> PleTable:
         """The n-gram table [rows, head dim], from one tensor or from equal shards."""
-        ple = self._spec.ple
-        assert ple is not None
-        names = [f"{prefix}weight"]
-        if not self._checkpoint.has(names[0]):
-            if num_rows % ple.num_shards:
-                raise WeightMismatch(
-                    f"{prefix}*: found split_ngram_parts {ple.num_shards}, "
-                    f"required a divisor of {num_rows} rows"
-                )
-            names = [f"{prefix}shard_{shard}.weight" for shard in range(ple.num_shards)]
-        shape = (num_rows // len(names), ple.head_dim)
+        shape = (parts[0][1][0], parts[0][1][1])
         if self._ple_io != "ram":
-            pieces = [self._stored_rows(name, shape) for name in names]
+            pieces = [self._stored_rows(name, shape) for name, _ in parts]
             return StoredTable(pieces, shape[0], self._dtype)
-        table = torch.empty(num_rows, ple.head_dim, dtype=self._dtype)
-        for part, name in zip(table.split(shape[0]), names, strict=True):
+        table = torch.empty(shape[0] * len(parts), shape[1], dtype=self._dtype)
+        for part, (name, _) in zip(table.split(shape[0]), parts, strict=True):
             part.copy_(self._checkpoint.take(name, shape))
         return RamTable(table)
 
@@ -402,31 +359,25 @@ class ModelLoader:
             return MappedRows(values, scales)
         return DirectRows(place, row_shape=shape[1], dtype=values.dtype, scales=scales)
 
-    def _check_hash(self, prefix: str, index: int) -> None:
-        """Stored hash constants must be the derived ones: other constants would gather wrong rows in silence."""
-        ple = self._spec.ple
-        assert ple is not None
-        derived = {
-            "layer_multipliers": ple.multipliers(index),
-            "ngram_heads_vocab_sizes": ple.head_vocab_sizes(index),
-            "ngram_heads_offsets": ple.head_offsets(index),
-        }
-        for name, values in derived.items():
-            if not self._checkpoint.has(prefix + name):
-                continue
-            found = tuple(self._checkpoint.take_ids(prefix + name, (len(values),)).tolist())
-            if found != values:
-                raise WeightMismatch(f"{prefix}{name}: found {found}, required {values}")
-
     def _norm(self, name: str, width: int, *, group: int | None = None) -> ZeroCentredNorm:
         weight = self._tensor(name, (width,), dtype=torch.float32)
         return ZeroCentredNorm(weight, eps=self._spec.norm_eps, group=group)
 
-    def _linear(self, parts: list[tuple[str, tuple[int, int]]]) -> RowLinear:
+    def _linear(self, parts: list[names.Part]) -> RowLinear:
         """One product for weights that read the same rows: their output features follow one another."""
-        weights = [self._tensor(name, shape) for name, shape in parts]
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        return RowLinear(weight, exact=self._exact, report=self._report)
+        return RowLinear(self._joined(parts), exact=self._exact, report=self._report)
+
+    def _joined(self, parts: list[names.Part]) -> Tensor:
+        """Parts one after the other on the first axis; never twice in memory."""
+        if len(parts) == 1:
+            return self._tensor(*parts[0])
+        total = sum(shape[0] for _, shape in parts)
+        joined = torch.empty(total, *parts[0][1][1:], dtype=self._dtype, device=self._device)
+        first = 0
+        for name, shape in parts:
+            joined[first : first + shape[0]] = self._checkpoint.take(name, shape)
+            first += shape[0]
+        return joined
 
     def _tensor(
         self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from engine.errors import PlanRefused
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from engine.model_spec import ModelSpec
 
@@ -180,6 +180,28 @@ def make_plan(
     if converts_kv:
         converted = _converted_kv_bytes(spec, num_positions, element_bytes)
         lines.append(PlanLine(name="converted K/V", num_bytes=converted, step=Step.PROMPT))
+    logits = window_rows * spec.vocab_size * FP32_BYTES
+    lines.append(PlanLine(name="window logits", num_bytes=logits, step=Step.VERIFIER))
+    return MemoryPlan(lines=tuple(lines))
+
+
+def make_step_plan(
+    spec: ModelSpec,
+    parts: Mapping[str, int],
+    *,
+    state_bytes: Mapping[str, int],
+    chunk_tokens: int,
+    window_rows: int,
+) -> MemoryPlan:
+    """Plan the compiled CPU step. parts: bytes of its weights as stored, and of its buffers, all taken at once."""
+    lines = [PlanLine(name=name, num_bytes=n, step=Step.WEIGHTS) for name, n in parts.items()]
+    lines += [
+        PlanLine(name=f"{SESSION}{name}", num_bytes=n, step=Step.WEIGHTS)
+        for name, n in state_bytes.items()
+    ]
+    ids = chunk_tokens * 8 * (1 + (spec.ple.ngram_size if spec.ple else 1))
+    chunk = chunk_tokens * spec.stream_width * FP32_BYTES + ids
+    lines.append(PlanLine(name="prompt streams", num_bytes=chunk, step=Step.PROMPT))
     logits = window_rows * spec.vocab_size * FP32_BYTES
     lines.append(PlanLine(name="window logits", num_bytes=logits, step=Step.VERIFIER))
     return MemoryPlan(lines=tuple(lines))

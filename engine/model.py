@@ -126,6 +126,10 @@ class Trunk:
             write_back(streams, inject, layer.moe(mixed))
         return streams
 
+    def commit(self, slot: int, num_rows: int, state: SlotState) -> None:
+        """Keep the first num_rows >= 1 rows of the slot's last window."""
+        state.commit(slot, num_rows)
+
     def logits(self, streams: Tensor) -> Tensor:
         """Streams [T, S*H] -> fp32 logits [T, vocab]."""
         return self.head(self._final.read(streams)[0])

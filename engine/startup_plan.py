@@ -25,6 +25,7 @@ from engine.memory_plan import (
     blob_bytes,
     experts_are_dense,
     make_plan,
+    make_step_plan,
     num_pairs,
 )
 from engine.startup_budget import (
@@ -38,6 +39,8 @@ from engine.startup_budget import (
 from engine.state import key_capacity, state_dtype, state_shapes
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from engine.config import EngineConfig
     from engine.model_spec import ModelSpec
 
@@ -103,6 +106,8 @@ class StartPlan:
     experts: ExpertSplit
     cache: CacheSize
     memory: MemoryPlan
+    step_parts: Mapping[str, int] | None
+    """Bytes of the compiled CPU step by part; None when the torch layers run."""
 
     @property
     def with_draft(self) -> bool:
@@ -118,9 +123,17 @@ class StartPlan:
 
 
 def plan_start(
-    config: EngineConfig, spec: ModelSpec, machine: Machine, dtype: torch.dtype
+    config: EngineConfig,
+    spec: ModelSpec,
+    machine: Machine,
+    dtype: torch.dtype,
+    *,
+    step_parts: Mapping[str, int] | None = None,
 ) -> StartPlan:
-    """Settle a start on a machine. Raises ConfigMismatch, ProfileMismatch or PlanRefused."""
+    """Settle a start on a machine; step_parts: see StartPlan.
+
+    Raises ConfigMismatch, ProfileMismatch or PlanRefused.
+    """
     limits = limits_of(config, spec, has_gpu=machine.has_gpu)
     profile = _profile(config, spec)
     everything = _split_all(spec)
@@ -139,9 +152,11 @@ def plan_start(
         experts=everything,
         cache=_uncached(config),
         memory=MemoryPlan(lines=()),
+        step_parts=step_parts,
     )
     plan = replace(plan, memory=_memory(plan))
-    if config.expert_cache is not None or not experts_are_dense(spec, dtype.itemsize):
+    has_store = step_parts is None and not experts_are_dense(spec, dtype.itemsize)
+    if config.expert_cache is not None or has_store:
         before = plan.memory.until(Step.HEAD, Place.DEVICE if machine.has_gpu else None)
         cache = size_cache(plan.request, _room(plan, machine.device_bytes - before))
         if config.expert_cache is not None or cache.num_slots < num_pairs(spec):
@@ -201,6 +216,14 @@ def _profile(config: EngineConfig, spec: ModelSpec) -> ExpertProfile | None:
 
 def _memory(plan: StartPlan) -> MemoryPlan:
     spec, limits, dtype = plan.spec, plan.limits, plan.dtype
+    if plan.step_parts is not None:
+        return make_step_plan(
+            spec,
+            plan.step_parts,
+            state_bytes=state_bytes_of(plan),
+            chunk_tokens=limits.chunk_tokens,
+            window_rows=MAX_WINDOW_ROWS,
+        )
     return make_plan(
         spec,
         state_bytes=state_bytes_of(plan),

@@ -26,7 +26,7 @@ class Checkpoint:
     """The tensors of a source, each to be taken once. A context manager; `finish()` proves that all was used."""
 
     def __init__(self, source: TensorSource) -> None:
-        self._source = source
+        self.source = source
         self._names = frozenset(source.names())
         self._used: set[str] = set()
         try:
@@ -44,14 +44,14 @@ class Checkpoint:
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._source.close()
+        self.source.close()
 
     def _find_prefix(self) -> str:
         for prefix in _PREFIXES:
             if f"{prefix}embed_tokens.weight" in self._names:
                 return prefix
         wanted = " or ".join(f"{prefix}embed_tokens.weight" for prefix in _PREFIXES)
-        raise WeightMismatch(f"{self._source.where}: found no embedding, required {wanted}")
+        raise WeightMismatch(f"{self.source.where}: found no embedding, required {wanted}")
 
     def has(self, name: str) -> bool:
         """Whether a tensor of this name exists."""
@@ -59,7 +59,11 @@ class Checkpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Stored shape of a tensor. Raises WeightMismatch if there is none."""
-        return self._source.shape(name)
+        return self.source.shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """int8 when `take_codes` has an answer, else the dtype of `take`."""
+        return self.source.dtype(name)
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """A float tensor (fp32, bf16 or fp16 as stored; anything quantised gives fp32), marked as used.
@@ -68,7 +72,7 @@ class Checkpoint:
         """
         self._check_shape(name, shape)
         self._used.add(name)
-        tensor = self._source.get(name)
+        tensor = self.source.get(name)
         if tensor.dtype not in _FLOATS:
             raise WeightMismatch(
                 f"{name}: found {tensor.dtype}, required float32, bfloat16, float16, or int8 with {name}_scale"
@@ -81,7 +85,7 @@ class Checkpoint:
         Raises WeightMismatch with tensor, found and required.
         """
         self._check_shape(name, shape)
-        codes = self._source.codes(name)
+        codes = self.source.codes(name)
         if codes is not None:
             self._used.add(name)
             _finite(name, codes.scales)
@@ -96,17 +100,17 @@ class Checkpoint:
         if codes is not None:
             return codes
         self._used.add(name)
-        return self._source.get(name)
+        return self.source.get(name)
 
     def file_range(self, name: str) -> FileRange | None:
         """Where the floats, or the int8 codes, of a tensor lie in one piece."""
-        return self._source.file_range(name) or self._source.codes_range(name)
+        return self.source.file_range(name) or self.source.codes_range(name)
 
     def take_ids(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """An int64 tensor, marked as used."""
         self._check_shape(name, shape)
         self._used.add(name)
-        tensor = self._source.get(name)
+        tensor = self.source.get(name)
         if tensor.dtype != torch.int64:
             raise WeightMismatch(f"{name}: found {tensor.dtype}, required int64")
         return tensor

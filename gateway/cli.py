@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 from gateway.config import (
     DTYPES,
+    KERNELS,
     KV_TYPES,
     LOG_FORMATS,
     LOG_LEVELS,
@@ -190,6 +191,15 @@ def serve(
             "NAME",
         ),
     ] = _DEFAULTS.kv,
+    kernels: Annotated[
+        str,
+        _option(
+            "--kernels",
+            "auto, compiled (the CPU step in C) or torch.",
+            choice(KERNELS),
+            "NAME",
+        ),
+    ] = _DEFAULTS.kernels,
     threads: Annotated[
         int | None,
         _option("--threads", "CPU threads of the layers.", count(1, 1024), "N"),
@@ -410,6 +420,7 @@ def serve(
                 device=device_name,
                 dtype=dtype,
                 kv=kv,
+                kernels=kernels,
                 threads=threads,
                 batch=batch,
                 max_context=max_context,

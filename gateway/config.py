@@ -35,6 +35,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 RESUMES = ("exact", "fast")
 DTYPES = ("auto", "float32", "bfloat16")
+KERNELS = ("auto", "compiled", "torch")
 KV_TYPES = ("auto", "fp32", "bf16", "int8")
 _KEY_NAME_LIMIT = 64
 
@@ -100,6 +101,7 @@ class ServeOptions:
     device: str = "auto"
     dtype: str = "auto"
     kv: str = "auto"
+    kernels: str = "auto"
     threads: int | None = None
     batch: int = MAX_SLOTS
     max_context: int | None = None
@@ -163,6 +165,7 @@ def load_config(options: ServeOptions) -> AppConfig:
                 device=options.device,
                 dtype=options.dtype,
                 kv=options.kv,
+                kernels=options.kernels,
                 threads=options.threads,
                 num_slots=options.batch,
                 max_context=options.max_context,

@@ -12,7 +12,7 @@ class RotaryTable:
     cos, sin: [positions, rotary_dim], the second half repeating the first.
     """
 
-    __slots__ = ("_cos", "_sin", "rotary_dim")
+    __slots__ = ("cos", "rotary_dim", "sin")
 
     def __init__(
         self,
@@ -28,20 +28,20 @@ class RotaryTable:
         frequencies = 1.0 / (theta ** (steps / rotary_dim))
         angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies
         angles = torch.cat((angles, angles), dim=-1)
-        self._cos = angles.cos().to(device, dtype)
+        self.cos = angles.cos().to(device, dtype)
         # The sign of rotate_half is folded in here, so applying needs one roll and no negation.
         sign = torch.ones(rotary_dim)
         sign[: rotary_dim // 2] = -1.0
-        self._sin = (angles.sin() * sign).to(device, dtype)
+        self.sin = (angles.sin() * sign).to(device, dtype)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of both tables."""
-        return 2 * self._cos.numel() * self._cos.element_size()
+        return 2 * self.cos.numel() * self.cos.element_size()
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [T, rotary_dim] of int64 positions [T]."""
-        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+        return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -56,6 +57,10 @@ class TensorSource(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of the values. Reads no data."""
+        ...
+
+    def dtype(self, name: str) -> torch.dtype:
+        """int8 when `codes` has an answer, else the dtype of `get`. Reads no data."""
         ...
 
     def get(self, name: str) -> Tensor:

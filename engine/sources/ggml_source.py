@@ -11,6 +11,7 @@ from torch import Tensor
 from engine.errors import WeightMismatch
 from engine.sources.base import FileRange, RowCodes, StoredForm
 from engine.sources.ggml_names import Form, Place
+from engine.sources.ggml_types import BF16, F16, I8_ROW
 from engine.sources.mapped import BlockTensor
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from engine.sources.mapped import StoredTensor
 
 _ULPS_TRIED = 8
+_DTYPES = {F16.name: torch.float16, BF16.name: torch.bfloat16}
+"""Types whose values are given as stored; all others come as fp32."""
 
 
 class GgmlSource:
@@ -60,6 +63,19 @@ class GgmlSource:
         if name in self._constants:
             return tuple(self._constants[name].shape)
         return self._found_shape(self._place(name))
+
+    def dtype(self, name: str) -> torch.dtype:
+        if name in self._constants:
+            return self._constants[name].dtype
+        place = self._place(name)
+        stored = [place.name] if place.then is None else [place.name, place.then]
+        types = {self._tensors[one].form.type_name for one in stored}
+        has_rows = place.expert is not None or (place.then is None and place.columns is None)
+        if types == {I8_ROW.name} and has_rows:
+            return torch.int8
+        if len(types) > 1 or place.form is not Form.PLAIN:
+            return torch.float32
+        return _DTYPES.get(types.pop(), torch.float32)
 
     def get(self, name: str) -> Tensor:
         if name in self._constants:

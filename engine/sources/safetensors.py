@@ -32,6 +32,13 @@ _ROW_SCALE = "_scale"
 _BLOCK_SCALE = "_scale_inv"
 _INT8 = "I8"
 _FP8 = "F8_E4M3"
+_DTYPES = {
+    _INT8: torch.int8,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I64": torch.int64,
+}
+"""By the file's names; fp8 is given as fp32."""
 _ELEMENT_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, _INT8: 1, _FP8: 1}
 _SHARD = re.compile(r"\.shard_\d+\.weight$")
 
@@ -65,6 +72,9 @@ class SafetensorsSource:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        return _DTYPES.get(self._slice(name).get_dtype(), torch.float32)
 
     def get(self, name: str) -> Tensor:
         stored = self._slice(name).get_dtype()

@@ -73,10 +73,17 @@ def floor(
     ] = "auto",
     threads: Annotated[int | None, number_option("--threads", "CPU threads.", 1, 1024)] = None,
 ) -> None:
-    """Time the layers and the head of a window, without drafting, picking or scheduling."""
+    """Time the torch layers and the head of a window, without drafting, picking or scheduling."""
     engine = load_engine(
         EngineConfig(
-            model=model, device=device, dtype=dtype, threads=threads, num_slots=slots, max_draft=0
+            model=model,
+            device=device,
+            dtype=dtype,
+            threads=threads,
+            num_slots=slots,
+            max_draft=0,
+            # The compiled step is one call and has no stages to time.
+            kernels="torch",
         )
     )
     limit = engine.info.max_context - rows

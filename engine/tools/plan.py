@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
+import torch
 import typer
 
 from engine.config import DEFAULT_MODEL, EngineConfig, model_path
-from engine.errors import PlanRefused
+from engine.errors import PlanRefused, WeightMismatch
 from engine.interface import MAX_SLOTS, MAX_SPEC
 from engine.memory_plan import MIB, TABLE, Place, Step, experts_are_dense, num_pairs
-from engine.sources.opening import read_spec
+from engine.native.step import planned_parts, why_not
+from engine.sources.opening import open_source, read_spec
 from engine.startup import free_bytes, free_host_bytes
-from engine.startup_plan import Machine, StartPlan, device_of, dtype_of, plan_start
+from engine.startup_plan import (
+    Machine,
+    StartPlan,
+    default_threads,
+    device_of,
+    dtype_of,
+    limits_of,
+    plan_start,
+)
 from engine.tools.options import AUTO, MAX_MIB, MODEL_HELP, number_option, word_option
 from engine.tools.tables import table
+
+if TYPE_CHECKING:
+    from engine.model_spec import ModelSpec
 
 _MAX_CONTEXT = 2**20
 
@@ -74,6 +88,7 @@ def plan(
     machine = _machine(device, vram_mib, ram_mib)
     config = EngineConfig(
         model=model,
+        dtype=dtype,
         kv=kv,
         num_slots=batch,
         max_context=max_context,
@@ -86,12 +101,29 @@ def plan(
     )
     dtype_held = dtype_of(dtype, has_gpu=machine.has_gpu)
     try:
-        found = plan_start(config, spec, machine, dtype_held)
+        parts = None if machine.has_gpu else _step_parts(config, spec)
+        if parts is not None:
+            dtype_held = torch.float32
+        found = plan_start(config, spec, machine, dtype_held, step_parts=parts)
     except PlanRefused:
         if ple_io is not None or not ssd or spec.ple is None:
             raise
         found = plan_start(replace(config, ple_io="direct"), spec, machine, dtype_held)
     typer.echo(report(found, machine, conversation_cache_mib))
+
+
+def _step_parts(config: EngineConfig, spec: ModelSpec) -> dict[str, int] | None:
+    """What the compiled CPU step takes of the weights as stored; None where the torch layers would run."""
+    if why_not(config, spec, torch.device("cpu")) is not None:
+        return None
+    try:
+        source = open_source(model_path(config.model), spec)
+    except WeightMismatch:  # a configuration without weights: planned as the torch layers hold them
+        return None
+    with closing(source):
+        return planned_parts(
+            source, spec, limits_of(config, spec, has_gpu=False), default_threads()
+        )
 
 
 def report(plan: StartPlan, machine: Machine, parking_mib: int) -> str:

@@ -58,6 +58,7 @@ def profile(
             threads=threads,
             num_slots=1,
             max_draft=0,
+            kernels="torch",  # whose routes can be listened to
             max_context=max_context or min(spec.max_position, _DEFAULT_CONTEXT),
         )
     )

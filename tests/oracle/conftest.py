@@ -43,6 +43,8 @@ class Models:
     directory: Path
     kv: str = "auto"
     """What the engines hold K and V in."""
+    kernels: str = "auto"
+    """See EngineConfig."""
     _references: dict[str, ReferenceModel] = field(default_factory=dict[str, ReferenceModel])
     _engines: dict[str, TorchEngine] = field(default_factory=dict[str, TorchEngine])
     _hf: dict[str, Qwen4ExpForCausalLM] = field(default_factory=dict[str, Qwen4ExpForCausalLM])
@@ -64,9 +66,15 @@ class Models:
     def engine(self, name: str) -> TorchEngine:
         """One engine per model for the whole run: tests seat slots anew, and what others left there must not show."""
         if name not in self._engines:
-            config = replace(engine_config(self.checkpoint(name)), kv=self.kv)
-            self._engines[name] = load_engine(config)
+            self._engines[name] = load_engine(self.config(name))
         return self._engines[name]
+
+    def config(
+        self, name: str, *, with_mtp: bool = True, max_draft: int = MAX_SPEC
+    ) -> EngineConfig:
+        """What `engine` loads."""
+        config = engine_config(self.checkpoint(name, with_mtp), max_draft=max_draft)
+        return replace(config, kernels=self.kernels, kv=self.kv)
 
     def hf_logits(self, name: str, ids: list[int]) -> Tensor:
         """fp32 [T, V]. The model is causal: a part of one of the grid's texts gets its rows of the whole text."""
@@ -82,8 +90,14 @@ class Models:
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session", params=["compiled", "torch"])
+def models(checkpoints: Models, request: pytest.FixtureRequest) -> Models:
+    """The same models under each implementation of the layers."""
+    return replace(checkpoints, kernels=request.param, _engines={})
 
 
 def engine_config(

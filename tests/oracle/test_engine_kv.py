@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from engine.layers.qsa import QsaLayer
+from engine.model import Trunk
 from tests.oracle import test_engine_exact as exact
 from tests.oracle import test_engine_parking as parking
 from tests.oracle import tiny
@@ -28,12 +30,12 @@ NAMES = sorted(tiny.GRID)
 
 @pytest.fixture(scope="module")
 def int8(models: Models) -> Models:
-    return Models(models.directory, kv="int8")
+    return replace(models, kv="int8", _engines={})
 
 
 @pytest.fixture(scope="module")
 def bf16(models: Models) -> Models:
-    return Models(models.directory, kv="bf16")
+    return replace(models, kv="bf16", _engines={})
 
 
 def cells_of(state: SlotState, layer: int, slot: int, end: int) -> list[Tensor]:
@@ -84,8 +86,10 @@ def test_logits_stay_near_those_of_fp32_cells(models: Models, int8: Models, name
 
 @pytest.mark.parametrize("name", ["gqa3_gdn2", "mha_gdn1_two_streams"])
 def test_a_piece_and_a_window_hold_equal_rows_in_equal_cells(int8: Models, name: str) -> None:
-    engine = int8.engine(name)
+    """Of the torch layers; of the compiled step whole texts are compared bit by bit in its own tests."""
+    engine = replace(int8, kernels="torch", _engines={}).engine(name)
     state = engine._state
+    assert isinstance(engine._trunk, Trunk)
     mixers = (layer.mixer for layer in engine._trunk._layers)
     attention = next(mixer for mixer in mixers if isinstance(mixer, QsaLayer))
     x = torch.randn(5, tiny.BASE["hidden_size"], generator=torch.Generator().manual_seed(9))

@@ -56,6 +56,7 @@ def config(checkpoint: Path, **changes: object) -> EngineConfig:
         "device": "cpu",
         "dtype": "float32",
         "threads": 1,
+        "kernels": "torch",  # one arithmetic with and without tiers
         "pool_workers": 2,
         "max_context": 128,
         "chunk_tokens": 16,

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from engine.engine import load_engine
 from tests.oracle import tiny
-from tests.oracle.conftest import engine_config
 from tests.oracle.driver import seat
 from tests.oracle.tolerances import ENGINE_LOGITS
 
@@ -153,7 +152,7 @@ def test_one_token_over_and_over(models: Models, name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_without_a_draft_layer(models: Models, name: str) -> None:
-    engine = load_engine(engine_config(models.checkpoint(name, with_mtp=False), max_draft=0))
+    engine = load_engine(models.config(name, with_mtp=False, max_draft=0))
     ids = tiny.text(name)[:40]
     seat(engine, 0)
     actual = torch.cat((read(engine, 0, ids[:35]), step(engine, 0, ids[35:])))

@@ -72,7 +72,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_floor_times_every_layer_of_the_window_that_the_engine_runs(checkpoint: Path) -> None:
     engine = load_engine(
-        EngineConfig(model=str(checkpoint), device="cpu", threads=1, num_slots=2, max_context=64)
+        EngineConfig(
+            model=str(checkpoint),
+            device="cpu",
+            threads=1,
+            num_slots=2,
+            max_context=64,
+            kernels="torch",
+        )
     )
     floor = measure_floor(engine, rows=3, position=10, windows=2)
     assert (floor.num_rows, floor.num_layers) == (6, 4)
@@ -86,7 +93,14 @@ def test_the_floor_times_every_layer_of_the_window_that_the_engine_runs(checkpoi
 
 def test_the_staged_window_is_the_window(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = load_engine(
-        EngineConfig(model=str(checkpoint), device="cpu", threads=1, num_slots=1, max_context=64)
+        EngineConfig(
+            model=str(checkpoint),
+            device="cpu",
+            threads=1,
+            num_slots=1,
+            max_context=64,
+            kernels="torch",
+        )
     )
     seen: list[torch.Tensor] = []
     head = type(engine.trunk).logits
@@ -105,7 +119,13 @@ def test_the_staged_window_is_the_window(checkpoint: Path, monkeypatch: pytest.M
 def test_a_profile_counts_every_row_and_ranks_what_was_routed(checkpoint: Path) -> None:
     engine = load_engine(
         EngineConfig(
-            model=str(checkpoint), device="cpu", threads=1, num_slots=1, max_context=16, max_draft=0
+            model=str(checkpoint),
+            device="cpu",
+            threads=1,
+            num_slots=1,
+            max_context=16,
+            max_draft=0,
+            kernels="torch",
         )
     )
     texts = [[5, 6, 7, 8] * 10, [9, 1, 9]]  # the first is longer than the context

@@ -215,3 +215,12 @@ def test_rows_and_ranges_read_only_their_part(default_gguf: Path) -> None:
     assert torch.equal(values, source.get("model.embed_tokens.weight").flatten())
     assert source.file_range("model.layers.0.linear_attn.out_proj.weight") is None
     assert source.codes("model.embed_tokens.weight") is None
+
+
+def test_dtypes_are_told_without_reading(default_gguf: Path) -> None:
+    source = open_source(default_gguf, read_spec(default_gguf))
+    told = {name: source.dtype(name) for name in source.names()}
+    for name, dtype in told.items():
+        codes = source.codes(name) if dtype == torch.int8 else None
+        given = source.get(name) if codes is None else codes.codes
+        assert (name, given.dtype) == (name, dtype)

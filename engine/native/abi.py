@@ -1,0 +1,236 @@
+"""The structures and calls of the compiled step, as src/model.h and src/step.c declare them."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from pathlib import Path
+from typing import Any
+
+from engine.native.build import LIBRARY, sources_hash
+
+PANEL = 16
+"""Rows of a weight that lie side by side."""
+KIND_F32, KIND_BF16, KIND_I8 = 0, 1, 2
+_ADVICE = "install a C compiler or the package ziglang, then run `python -m engine.native.build`"
+_NEEDED_FLAGS = ("avx2", "fma")
+"""What the library is compiled for on x86-64, beside what every such processor has."""
+
+
+class Matrix(Structure):
+    """A packed weight [n, k]."""
+
+    _fields_ = (
+        ("data", c_void_p),
+        ("scale", c_void_p),
+        ("kind", c_int32),
+        ("n", c_int32),
+        ("k", c_int32),
+    )
+
+
+def _ints(names: str) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, c_int32) for name in names.split())
+
+
+def _pointers(names: str) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, c_void_p) for name in names.split())
+
+
+class Geometry(Structure):
+    """Numbers of the model and of its state."""
+
+    _fields_ = (
+        *_ints("hidden num_streams rank vocab_size num_layers qsa_interval"),
+        ("norm_eps", c_float),
+        *_ints("key_heads value_heads key_dim value_dim conv_width gate_is_silu"),
+        *_ints(
+            "heads kv_heads head_dim rotary_dim index_heads index_dim budget_blocks block_tokens"
+        ),
+        *_ints("num_experts num_active expert_dim shared_dim normalize"),
+        *_ints("num_slots capacity ring_rows window_rows"),
+    )
+
+
+class Residual(Structure):
+    """A gated residual."""
+
+    _fields_ = (("norm", c_void_p), ("down", Matrix), ("up", Matrix), ("inject", Matrix))
+
+
+class Gdn(Structure):
+    """A GDN layer."""
+
+    _fields_ = (
+        ("in_proj", Matrix),
+        ("gates", Matrix),
+        ("out_proj", Matrix),
+        *_pointers("conv decay dt_bias norm"),
+    )
+
+
+class Qsa(Structure):
+    """An attention layer."""
+
+    _fields_ = (
+        ("in_proj", Matrix),
+        ("out_proj", Matrix),
+        *_pointers("q_norm k_norm index_q_norm index_k_norm"),
+        ("index", c_int32),
+    )
+
+
+class Moe(Structure):
+    """A mixture of experts; gate_up and down point to one Matrix an expert."""
+
+    _fields_ = (
+        ("router", Matrix),
+        ("shared_in", Matrix),
+        ("shared_down", Matrix),
+        ("gate_up", POINTER(Matrix)),
+        ("down", POINTER(Matrix)),
+    )
+
+
+class Ple(Structure):
+    """A hashed n-gram embedding."""
+
+    _fields_ = (
+        ("key_value", Matrix),
+        *_pointers(
+            "table table_scale norm_key norm_query norm_conv conv multipliers sizes offsets"
+        ),
+        ("eos_id", c_int64),
+        *_ints("table_kind num_hash_heads heads_per_ngram head_dim ngram_size conv_width index"),
+    )
+
+
+class Layer(Structure):
+    """A trunk layer."""
+
+    _fields_ = (
+        ("ple", POINTER(Ple)),
+        ("gdn", POINTER(Gdn)),
+        ("qsa", POINTER(Qsa)),
+        ("moe", POINTER(Moe)),
+        ("mixer_residual", Residual),
+        ("moe_residual", Residual),
+        ("gdn_index", c_int32),
+    )
+
+
+class Draft(Structure):
+    """The draft layer."""
+
+    _fields_ = (
+        ("fc_embedding", Matrix),
+        ("fc_hidden", Matrix),
+        *_pointers("norm_embedding norm_hidden"),
+        ("mixer_residual", Residual),
+        ("moe_residual", Residual),
+        ("final", Residual),
+        ("qsa", POINTER(Qsa)),
+        ("moe", POINTER(Moe)),
+    )
+
+
+class Model(Structure):
+    """A whole model."""
+
+    _fields_ = (
+        ("geometry", Geometry),
+        ("embedding", c_void_p),
+        ("embedding_scale", c_void_p),
+        ("embedding_kind", c_int32),
+        ("layers", POINTER(Layer)),
+        ("final", Residual),
+        ("head", Matrix),
+        ("draft", POINTER(Draft)),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+    )
+
+
+STATE_TENSORS = (
+    *("s", "replay_k", "replay_delta", "replay_factor", "conv", "ple"),
+    *("k", "v", "k_scale", "v_scale", "index_ring", "index_blocks"),
+)
+"""Attributes of engine.state.SlotState that the step reads and writes."""
+
+
+class State(Structure):
+    """The tensors of engine.state.SlotState."""
+
+    _fields_ = (
+        *_pointers(" ".join(STATE_TENSORS)),
+        ("ple_rows", c_int32),
+        ("kv_kind", c_int32),
+    )
+
+
+class Piece(Structure):
+    """Rows [first, first + count) of a call: positions [start, start + count) of a slot."""
+
+    _fields_ = _ints("slot first count start")
+
+
+_CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "sources": (c_char_p, ()),
+    "scratch_floats": (c_int64, (POINTER(Model), c_int, c_int)),
+    "open": (c_void_p, (POINTER(Model), POINTER(State), c_int, c_int, c_void_p)),
+    "close": (None, (c_void_p,)),
+    "trunk": (None, (c_void_p, POINTER(Piece), c_int, c_int, c_void_p, c_int, c_void_p)),
+    "logits": (None, (c_void_p, c_void_p, c_int, c_void_p)),
+    "commit": (None, (c_void_p, c_int, c_int)),
+    "draft_cells": (None, (c_void_p, POINTER(Piece), c_int, c_void_p, c_void_p)),
+    "draft": (None, (c_void_p, POINTER(Piece), c_int, c_void_p, c_void_p, c_void_p, c_void_p)),
+}
+
+
+class Library:
+    """The loaded library; one attribute a call."""
+
+    sources: Any
+    scratch_floats: Any
+    open: Any
+    close: Any
+    trunk: Any
+    logits: Any
+    commit: Any
+    draft_cells: Any
+    draft: Any
+
+    def __init__(self, file: Path) -> None:
+        """Raises OSError for a file that the loader cannot load."""
+        library = ctypes.CDLL(str(file))
+        for name, (result, arguments) in _CALLS.items():
+            call = getattr(library, f"stratagate_{name}")
+            call.restype, call.argtypes = result, arguments
+            setattr(self, name, call)
+
+
+def why_unavailable() -> str | None:
+    """Why the compiled step cannot run on this machine; None when it can."""
+    if not LIBRARY.is_file():
+        return f"it was not compiled: {_ADVICE}"
+    missing = [flag for flag in _NEEDED_FLAGS if flag not in processor_flags()]
+    if platform.machine() in ("x86_64", "AMD64") and missing:
+        return f"this processor has no {', '.join(missing)}"
+    try:
+        found = Library(LIBRARY).sources().decode()
+    except (OSError, AttributeError) as error:
+        return f"{LIBRARY.name} cannot be loaded ({error}): {_ADVICE}"
+    # Another layout of the structures would read and write wrong memory.
+    if found != sources_hash():
+        return f"{LIBRARY.name} was compiled from other sources: {_ADVICE}"
+    return None
+
+
+def processor_flags() -> frozenset[str]:
+    """What /proc/cpuinfo lists; without that file everything needed is taken to be there."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return frozenset(_NEEDED_FLAGS)
+    return frozenset(next((line for line in lines if line.startswith("flags")), "").split())

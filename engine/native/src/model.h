@@ -1,0 +1,142 @@
+/* What the step reads and writes. engine/native/abi.py declares the same structures for Python; every pointer is to
+ * memory that Python owns. Axes: S streams, H hidden, W = S * H, L layers of a kind. */
+#ifndef STRATAGATE_MODEL_H
+#define STRATAGATE_MODEL_H
+
+#include <stdint.h>
+
+#include "pool.h"
+#include "product.h"
+
+typedef struct {
+    int32_t hidden, num_streams, rank, vocab_size, num_layers, qsa_interval;
+    float norm_eps;
+    /* GDN */
+    int32_t key_heads, value_heads, key_dim, value_dim, conv_width, gate_is_silu;
+    /* QSA */
+    int32_t heads, kv_heads, head_dim, rotary_dim, index_heads, index_dim, budget_blocks, block_tokens;
+    /* MoE */
+    int32_t num_experts, num_active, expert_dim, shared_dim, normalize;
+    /* State */
+    int32_t num_slots, capacity, ring_rows, window_rows;
+} Geometry;
+
+/* down: [rank, W]; up: [W, rank]; inject: [S, W], none (n = 0) in a final mixer; norm: 1 + w, [W]. */
+typedef struct {
+    const float *norm;
+    Matrix down, up, inject;
+} Residual;
+
+/* in: qkv, z; gates: b, a; conv: [width][channels]; decay: -exp(A_log). */
+typedef struct {
+    Matrix in, gates, out;
+    const float *conv, *decay, *dt_bias, *norm;
+} Gdn;
+
+/* in: query and gate by head, k, v, index queries, index key; norms: 1 + w; index: counter among layers with K/V. */
+typedef struct {
+    Matrix in, out;
+    const float *q_norm, *k_norm, *index_q_norm, *index_k_norm;
+    int32_t index;
+} Qsa;
+
+/* router: experts, shared gate; shared_in: gate, up; gate_up and down: one Matrix an expert. */
+typedef struct {
+    Matrix router, shared_in, shared_down;
+    const Matrix *gate_up, *down;
+} Moe;
+
+/* conv: [width][W]; table: rows of head_dim values, scale per row for KIND_I8; norms: 1 + w; index: among PLE layers. */
+typedef struct {
+    Matrix key_value;
+    const void *table;
+    const float *table_scale;
+    const float *norm_key, *norm_query, *norm_conv, *conv;
+    const int64_t *multipliers, *sizes, *offsets;
+    int64_t eos_id;
+    int32_t table_kind, num_hash_heads, heads_per_ngram, head_dim, ngram_size, conv_width, index;
+} Ple;
+
+/* Exactly one of gdn and qsa is not NULL; ple may be NULL. gdn_index: counter among the GDN layers. */
+typedef struct {
+    const Ple *ple;
+    const Gdn *gdn;
+    const Qsa *qsa;
+    const Moe *moe;
+    Residual mixer_residual, moe_residual;
+    int32_t gdn_index;
+} Layer;
+
+typedef struct {
+    Matrix fc_embedding, fc_hidden;
+    const float *norm_embedding, *norm_hidden;
+    Residual mixer_residual, moe_residual, final;
+    const Qsa *qsa;
+    const Moe *moe;
+} Draft;
+
+/* embedding: [vocab][H] of embedding_kind, scale per row for KIND_I8; cos, sin: [positions][rotary_dim], see RotaryTable. */
+typedef struct {
+    Geometry geometry;
+    const void *embedding;
+    const float *embedding_scale;
+    int32_t embedding_kind;
+    const Layer *layers;
+    Residual final;
+    Matrix head;
+    const Draft *draft;
+    const float *cos, *sin;
+} Model;
+
+/* The tensors of engine.state.SlotState, all fp32 but k and v, which are of kv_kind; scales per cell and head for int8. */
+typedef struct {
+    float *s, *replay_k, *replay_delta, *replay_factor, *conv, *ple;
+    void *k, *v;
+    float *k_scale, *v_scale; /* NULL unless KIND_I8 */
+    float *index_ring, *index_blocks;
+    int32_t ple_rows; /* rows kept per slot in ple: history and a window */
+    int32_t kv_kind;
+} State;
+
+/* Rows of an expert that go through it together. */
+#define EXPERT_ROWS 24
+
+/* A run of rows of one slot: flat rows [first, first + count) are positions [start, start + count). */
+typedef struct {
+    int32_t slot, first, count, start;
+} Piece;
+
+/* Scratch of one step; the pointers are into one block that is carved once. */
+typedef struct {
+    float *streams, *normed, *mixed, *inject, *down, *wide, *projected, *mixer_out, *heads, *scores;
+    float *expert_out, *route_weights, *head_out;
+    int32_t *route_ids, *cells, *lists, *row_piece;
+    int64_t per_thread; /* floats of scores each thread has */
+} Scratch;
+
+typedef struct {
+    const Model *model;
+    State *state;
+    Pool *pool;
+    Scratch scratch;
+    int32_t max_rows;
+    /* This call's rows. */
+    const Piece *pieces;
+    int32_t num_pieces, num_rows;
+    /* A prompt piece is kept as it is read; of a window only the first rows are, later, by commit. */
+    int32_t keeps_all;
+} Step;
+
+void residual_read(Step *step, const Residual *residual, const float *streams, int num_rows);
+void residual_write(Step *step, float *streams, const float *out, int num_rows);
+void gdn_layer(Step *step, const Gdn *gdn, int index);
+void gdn_commit(Step *step, int slot, int num_rows);
+void qsa_layer(Step *step, const Qsa *qsa);
+/* Writes the rows' cells and leaves their queries in scratch; attend reads them for the listed flat rows. */
+void qsa_project(Step *step, const Qsa *qsa);
+void qsa_attend(Step *step, const Qsa *qsa, const int32_t *rows, int num_rows);
+void moe_layer(Step *step, const Moe *moe, int num_rows);
+void ple_layer(Step *step, const Ple *ple, float *streams, const int64_t *ids, int context);
+void gather(float *out, const void *table, const float *scale, int kind, int64_t row, int width);
+
+#endif

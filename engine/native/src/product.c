@@ -1,0 +1,135 @@
+#include "product.h"
+
+#include "simd.h"
+
+#define MAX_TILE 6   /* rows of a tile: 6 x 2 vectors of sums, 2 of weights and a factor fill 16 registers */
+#define MAX_PANELS 4 /* panels of a one-row tile: enough independent sums to hide the multiply-add's latency */
+#define GROUP_ROWS 48 /* rows that go over all panels together: what a level 2 cache holds */
+#define TASK_VALUES 32768 /* weights of a task: a few microseconds */
+
+INLINE vf load_weights(int kind, const char *data, int64_t at) {
+    if (kind == KIND_I8)
+        return vload_i8((const int8_t *)data + at);
+    if (kind == KIND_BF16)
+        return vload_bf16((const uint16_t *)data + at);
+    return vload((const float *)data + at);
+}
+
+INLINE const float *row_of(Rows rows, int i) {
+    return rows.base + (rows.index ? rows.index[i] : i) * rows.stride;
+}
+
+INLINE void tile(const int kind, const int num_rows, const int num_panels, const Matrix *w, int panel, Rows x, Rows y,
+                 int row) {
+    vf sum[MAX_TILE][MAX_PANELS * 2];
+    const float *from[MAX_TILE];
+    const char *data = w->data;
+    const int k = w->k;
+    const int64_t panel_values = (int64_t)k * PANEL, first = panel * panel_values;
+#pragma GCC unroll 6
+    for (int r = 0; r < num_rows; r++) {
+        from[r] = row_of(x, row + r);
+#pragma GCC unroll 8
+        for (int v = 0; v < num_panels * 2; v++)
+            sum[r][v] = vset(0.0f);
+    }
+    for (int i = 0; i < k; i++) {
+        vf weights[MAX_PANELS * 2];
+#pragma GCC unroll 8
+        for (int v = 0; v < num_panels * 2; v++)
+            weights[v] = load_weights(kind, data, first + (v / 2) * panel_values + (int64_t)i * PANEL + (v % 2) * LANES);
+#pragma GCC unroll 6
+        for (int r = 0; r < num_rows; r++) {
+            vf factor = vset(from[r][i]);
+#pragma GCC unroll 8
+            for (int v = 0; v < num_panels * 2; v++)
+                sum[r][v] = vfma(weights[v], factor, sum[r][v]);
+        }
+    }
+    const int out = panel * PANEL;
+#pragma GCC unroll 6
+    for (int r = 0; r < num_rows; r++) {
+        float *to = (float *)row_of(y, row + r) + out;
+#pragma GCC unroll 8
+        for (int v = 0; v < num_panels * 2; v++) {
+            vf value = kind == KIND_I8 ? sum[r][v] * vload(w->scale + out + v * LANES) : sum[r][v];
+            int left = w->n - out - v * LANES;
+            if (left > 0)
+                vstore_n(to + v * LANES, value, left);
+        }
+    }
+}
+
+typedef void (*TileFn)(const Matrix *w, int panel, Rows x, Rows y, int row);
+
+#define TILE(KIND, ROWS, PANELS)                                                              \
+    static void tile_##KIND##_##ROWS##_##PANELS(const Matrix *w, int p, Rows x, Rows y, int r) { \
+        tile(KIND, ROWS, PANELS, w, p, x, y, r);                                              \
+    }
+#define TILES(KIND) TILE(KIND, 1, 4) TILE(KIND, 1, 1) TILE(KIND, 2, 2) TILE(KIND, 2, 1) TILE(KIND, 3, 2) \
+    TILE(KIND, 3, 1) TILE(KIND, 4, 1) TILE(KIND, 5, 1) TILE(KIND, 6, 1)
+#define ENTRIES(KIND) {{tile_##KIND##_1_4, tile_##KIND##_1_1}, {tile_##KIND##_2_2, tile_##KIND##_2_1}, \
+    {tile_##KIND##_3_2, tile_##KIND##_3_1}, {tile_##KIND##_4_1, tile_##KIND##_4_1},                     \
+    {tile_##KIND##_5_1, tile_##KIND##_5_1}, {tile_##KIND##_6_1, tile_##KIND##_6_1}}
+
+TILES(KIND_F32) TILES(KIND_BF16) TILES(KIND_I8)
+
+/* By kind, rows and whether the wide form is wanted; WIDTH is the wide form's number of panels. */
+static const TileFn TABLE[3][MAX_TILE][2] = {ENTRIES(KIND_F32), ENTRIES(KIND_BF16), ENTRIES(KIND_I8)};
+static const int WIDTH[MAX_TILE] = {4, 2, 2, 1, 1, 1};
+
+static int num_panels_of(const Matrix *w) { return (w->n + PANEL - 1) / PANEL; }
+
+/* Panels [first, end) for all rows; tiles of equal height as far as possible. */
+static void multiply(const Matrix *w, Rows x, Rows y, int num_rows, int first, int end) {
+    for (int group = 0; group < num_rows; group += GROUP_ROWS) {
+        int rows = num_rows - group < GROUP_ROWS ? num_rows - group : GROUP_ROWS;
+        int num_tiles = (rows + MAX_TILE - 1) / MAX_TILE;
+        for (int panel = first; panel < end;) {
+            int width = WIDTH[(rows + num_tiles - 1) / num_tiles - 1];
+            int step = panel + width <= end ? width : 1;
+            for (int t = 0, row = 0; t < num_tiles; t++) {
+                int height = (rows - row + (num_tiles - t) - 1) / (num_tiles - t);
+                const TileFn *forms = TABLE[w->kind][height - 1];
+                for (int p = 0; p < step;) {
+                    int wide = p + WIDTH[height - 1] <= step;
+                    forms[wide ? 0 : 1](w, panel + p, x, y, group + row);
+                    p += wide ? WIDTH[height - 1] : 1;
+                }
+                row += height;
+            }
+            panel += step;
+        }
+    }
+}
+
+typedef struct {
+    const Matrix *w;
+    Rows x, y;
+    int num_rows, panels_per_task;
+} Product;
+
+static void product_task(void *context, int task, int thread) {
+    (void)thread;
+    const Product *p = context;
+    int first = task * p->panels_per_task, end = first + p->panels_per_task, all = num_panels_of(p->w);
+    multiply(p->w, p->x, p->y, p->num_rows, first, end < all ? end : all);
+}
+
+void product_alone(const Matrix *w, Rows x, Rows y, int num_rows) {
+    multiply(w, x, y, num_rows, 0, num_panels_of(w));
+}
+
+void product(Pool *pool, const Matrix *w, Rows x, Rows y, int num_rows) {
+    int panels = num_panels_of(w);
+    int64_t panel_work = (int64_t)w->k * PANEL * (num_rows < 4 ? 1 : num_rows / 3);
+    int per_task = (int)(TASK_VALUES / panel_work);
+    /* A multiple of the widest form, so that only the last task has narrow ones. */
+    per_task = (per_task + MAX_PANELS - 1) / MAX_PANELS * MAX_PANELS;
+    if (per_task < MAX_PANELS)
+        per_task = num_rows < 4 ? MAX_PANELS : 1;
+    if (pool_num_threads(pool) == 1)
+        per_task = panels;
+    Product context = {w, x, y, num_rows, per_task};
+    pool_run(pool, product_task, &context, (panels + per_task - 1) / per_task);
+}

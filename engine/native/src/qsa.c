@@ -1,0 +1,334 @@
+/* Sparse attention (model.md 1.5): an indexer picks blocks of keys, attention reads only those. */
+#include "model.h"
+#include "simd.h"
+
+#define SMALLEST_SCALE 1.17549435e-38f /* as engine.kv_cells: a cell of zeros is not divided by 0 */
+
+typedef struct {
+    Step *step;
+    const Qsa *qsa;
+    const int32_t *rows; /* the rows that attend; NULL: all */
+    int32_t queries, kv, projected, heads_row, max_cells;
+} Context;
+
+static Context context_of(Step *step, const Qsa *qsa, const int32_t *rows) {
+    const Geometry *g = &step->model->geometry;
+    int queries = g->heads * g->head_dim, kv = g->kv_heads * g->head_dim, index = g->index_heads * g->index_dim;
+    return (Context){step, qsa, rows, queries, kv, 2 * queries + 2 * kv + index + g->index_dim, queries + index,
+                     (g->budget_blocks + 1) * g->block_tokens - 1};
+}
+
+static int position_of(const Step *step, int row) {
+    const Piece *piece = &step->pieces[step->scratch.row_piece[row]];
+    return piece->start + row - piece->first;
+}
+
+static int slot_of(const Step *step, int row) { return step->pieces[step->scratch.row_piece[row]].slot; }
+
+/* RMS norm times (1 + w), then rotation of the first dims at a position. out may not be x. */
+static void norm_rotate(const Step *step, float *out, const float *x, const float *norm, int n, int position) {
+    const Geometry *g = &step->model->geometry;
+    int dim = g->rotary_dim, half = dim / 2;
+    const float *cos = step->model->cos + (int64_t)position * dim, *sin = step->model->sin + (int64_t)position * dim;
+    scaled(out, x, inverse_rms(x, n, g->norm_eps), norm, n);
+    for (int i = 0; i < half; i++) {
+        float a = out[i], b = out[i + half];
+        out[i] = a * cos[i] + b * sin[i];
+        out[i + half] = b * cos[i + half] + a * sin[i + half];
+    }
+}
+
+/* First cell of a K/V head of a slot, counted in cells. */
+static int64_t cells_of(const Context *c, int slot, int head) {
+    const Geometry *g = &c->step->model->geometry;
+    return (((int64_t)c->qsa->index * g->num_slots + slot) * g->kv_heads + head) * g->capacity;
+}
+
+/* As engine.kv_cells.quantize: nearest multiples of largest / 127, ties to even.  One that is not
+ * finite has a scale that is not, so that whatever reads it is not finite either. */
+static void quantize(int8_t *codes, float *scale, const float *x, int n) {
+    float largest = 0.0f;
+    for (int i = 0; i < n; i++)
+        if (!(fabsf(x[i]) <= largest))
+            largest = fabsf(x[i]);
+    *scale = largest / 127.0f < SMALLEST_SCALE ? SMALLEST_SCALE : largest / 127.0f;
+    for (int i = 0; i < n; i++) {
+        float code = isfinite(*scale) ? rintf(x[i] / *scale) : 0.0f;
+        codes[i] = (int8_t)(code > 127.0f ? 127.0f : code < -127.0f ? -127.0f : code);
+    }
+}
+
+static void write_cell(int kind, void *cells, float *scales, int64_t cell, const float *x, int n) {
+    if (kind == KIND_I8)
+        quantize((int8_t *)cells + cell * n, scales + cell, x, n);
+    else if (kind == KIND_BF16)
+        for (int i = 0; i < n; i++)
+            ((uint16_t *)cells)[cell * n + i] = to_bf16(x[i]);
+    else
+        memcpy((float *)cells + cell * n, x, (size_t)n * sizeof(float));
+}
+
+static float *index_ring(const Context *c, int slot) {
+    const Geometry *g = &c->step->model->geometry;
+    return c->step->state->index_ring + ((int64_t)c->qsa->index * g->num_slots + slot) * g->ring_rows * g->index_dim;
+}
+
+static int64_t num_blocks_of(const Geometry *g) { return (g->capacity + g->block_tokens - 1) / g->block_tokens; }
+
+static float *index_blocks(const Context *c, int slot) {
+    const Geometry *g = &c->step->model->geometry;
+    return c->step->state->index_blocks + ((int64_t)c->qsa->index * g->num_slots + slot) * num_blocks_of(g) * g->index_dim;
+}
+
+static const float *raw_index_key(const Context *c, int row) {
+    return c->step->scratch.projected + (int64_t)(row + 1) * c->projected - c->step->model->geometry.index_dim;
+}
+
+static void project_row(void *context, int row, int thread) {
+    (void)thread;
+    const Context *c = context;
+    Step *step = c->step;
+    const Geometry *g = &step->model->geometry;
+    const State *state = step->state;
+    int position = position_of(step, row), slot = slot_of(step, row), dim = g->head_dim;
+    float *queries = step->scratch.heads + (int64_t)row * c->heads_row;
+    const float *in = step->scratch.projected + (int64_t)row * c->projected;
+    float key[dim];
+    for (int h = 0; h < g->heads; h++)
+        norm_rotate(step, queries + h * dim, in + 2 * h * dim, c->qsa->q_norm, dim, position);
+    for (int h = 0; h < g->index_heads; h++)
+        norm_rotate(step, queries + c->queries + h * g->index_dim, in + 2 * c->queries + 2 * c->kv + h * g->index_dim,
+                    c->qsa->index_q_norm, g->index_dim, position);
+    for (int h = 0; h < g->kv_heads; h++) {
+        const float *k = in + 2 * c->queries + h * dim;
+        int64_t cell = cells_of(c, slot, h) + position;
+        norm_rotate(step, key, k, c->qsa->k_norm, dim, position);
+        write_cell(state->kv_kind, state->k, state->k_scale, cell, key, dim);
+        write_cell(state->kv_kind, state->v, state->v_scale, cell, k + c->kv, dim);
+    }
+}
+
+/* Index keys of the blocks that the piece completes; a block of rejected rows is pooled again when it is reached. */
+static void pool_blocks(const Context *c, const Piece *piece) {
+    const Geometry *g = &c->step->model->geometry;
+    int n = g->index_dim, end = piece->start + piece->count;
+    float *ring = index_ring(c, piece->slot), *blocks = index_blocks(c, piece->slot);
+    float mean[n];
+    for (int block = piece->start / g->block_tokens; (block + 1) * g->block_tokens <= end; block++) {
+        memset(mean, 0, sizeof mean);
+        for (int j = 0; j < g->block_tokens; j++) {
+            int p = block * g->block_tokens + j;
+            const float *raw = p < piece->start ? ring + (int64_t)(p % g->ring_rows) * n
+                                                : raw_index_key(c, piece->first + p - piece->start);
+            for (int i = 0; i < n; i++)
+                mean[i] += raw[i];
+        }
+        for (int i = 0; i < n; i++)
+            mean[i] *= 1.0f / (float)g->block_tokens;
+        norm_rotate(c->step, blocks + (int64_t)block * n, mean, c->qsa->index_k_norm, n, block * g->block_tokens);
+    }
+    for (int j = piece->count > g->ring_rows ? piece->count - g->ring_rows : 0; j < piece->count; j++)
+        memcpy(ring + (int64_t)((piece->start + j) % g->ring_rows) * n, raw_index_key(c, piece->first + j),
+               (size_t)n * sizeof(float));
+}
+
+void qsa_project(Step *step, const Qsa *qsa) {
+    Context c = context_of(step, qsa, 0);
+    product(step->pool, &qsa->in, (Rows){step->scratch.mixed, 0, step->model->geometry.hidden},
+            (Rows){step->scratch.projected, 0, c.projected}, step->num_rows);
+    pool_run(step->pool, project_row, &c, step->num_rows);
+    for (int i = 0; i < step->num_pieces; i++)
+        pool_blocks(&c, &step->pieces[i]);
+}
+
+/* The k-th largest of n values, which are reordered. */
+static float kth_largest(float *values, int n, int k) {
+    int low = 0, high = n - 1;
+    k--;
+    while (low < high) {
+        float pivot = values[(low + high) / 2];
+        int i = low, j = high;
+        while (i <= j) {
+            while (values[i] > pivot)
+                i++;
+            while (values[j] < pivot)
+                j--;
+            if (i <= j) {
+                float swap = values[i];
+                values[i++] = values[j];
+                values[j--] = swap;
+            }
+        }
+        if (k <= j)
+            high = j;
+        else if (k >= i)
+            low = i;
+        else
+            return values[k];
+    }
+    return values[low];
+}
+
+static int num_cells_of(const Context *c, int position) {
+    const Geometry *g = &c->step->model->geometry;
+    int visible = position + 1, complete = visible / g->block_tokens;
+    if (complete <= g->budget_blocks)
+        return visible;
+    return g->budget_blocks * g->block_tokens + visible % g->block_tokens;
+}
+
+static int row_at(const Context *c, int i) { return c->rows ? c->rows[i] : i; }
+
+/* Cells that a row attends to, ascending: everything visible within the budget, else the best blocks and the tail.
+ * Of equal scores the earlier block is taken. A query with scores that are not numbers takes the first blocks. */
+static void select_row(void *context, int i, int thread) {
+    const Context *c = context;
+    Step *step = c->step;
+    const Geometry *g = &step->model->geometry;
+    int row = row_at(c, i), position = position_of(step, row), n = g->index_dim;
+    int complete = (position + 1) / g->block_tokens;
+    if (complete <= g->budget_blocks)
+        return;
+    float *scores = step->scratch.scores + thread * step->scratch.per_thread, *order = scores + complete;
+    const float *queries = step->scratch.heads + (int64_t)row * c->heads_row + c->queries;
+    const float *blocks = index_blocks(c, slot_of(step, row));
+    for (int b = 0; b < complete; b++) {
+        float total = 0.0f;
+        for (int h = 0; h < g->index_heads; h++) {
+            float score = dot(queries + h * n, blocks + (int64_t)b * n, n);
+            total += score > 0.0f ? score : 0.0f;
+        }
+        scores[b] = order[b] = total;
+    }
+    float least = kth_largest(order, complete, g->budget_blocks);
+    int above = 0, taken = 0;
+    for (int b = 0; b < complete; b++)
+        above += scores[b] > least;
+    int32_t *cells = step->scratch.cells + (int64_t)i * c->max_cells;
+    int ties = g->budget_blocks - above;
+    for (int b = 0; b < complete && taken < g->budget_blocks; b++) {
+        if (scores[b] < least || (!(scores[b] > least) && ties-- <= 0))
+            continue;
+        for (int j = 0; j < g->block_tokens; j++)
+            *cells++ = b * g->block_tokens + j;
+        taken++;
+    }
+    for (int p = complete * g->block_tokens; p <= position; p++)
+        *cells++ = p;
+}
+
+INLINE vf load_cell(const int kind, const void *cells, int64_t at, int left) {
+    if (kind == KIND_F32)
+        return vload_n((const float *)cells + at, left);
+    if (left >= LANES)
+        return kind == KIND_I8 ? vload_i8((const int8_t *)cells + at) : vload_bf16((const uint16_t *)cells + at);
+    int8_t codes[LANES] = {0};
+    uint16_t halves[LANES] = {0};
+    if (kind == KIND_I8)
+        memcpy(codes, (const int8_t *)cells + at, (size_t)left);
+    else
+        memcpy(halves, (const uint16_t *)cells + at, (size_t)left * sizeof *halves);
+    return kind == KIND_I8 ? vload_i8(codes) : vload_bf16(halves);
+}
+
+/* One row and K/V head: scores of all its query heads, softmax, weighted values. cells: NULL for 0..num_cells. */
+INLINE void attend(const int kind, const Context *c, int row, int head, const int32_t *cells, int num_cells, float *out,
+                   float *scores) {
+    const Geometry *g = &c->step->model->geometry;
+    const State *state = c->step->state;
+    int dim = g->head_dim, group = g->heads / g->kv_heads, padded = (num_cells + LANES - 1) / LANES * LANES;
+    int64_t base = cells_of(c, slot_of(c->step, row), head);
+    const float *queries = c->step->scratch.heads + (int64_t)row * c->heads_row + head * group * dim;
+    vf scale = vset(1.0f / sqrtf((float)dim));
+    for (int first = 0; first < padded; first += LANES) {
+        int64_t at[LANES];
+        vf cell_scale = vset(1.0f);
+        for (int i = 0; i < LANES; i++) {
+            int p = first + i < num_cells ? first + i : num_cells - 1;
+            at[i] = base + (cells ? cells[p] : p);
+            if (kind == KIND_I8)
+                cell_scale[i] = state->k_scale[at[i]];
+        }
+        for (int q = 0; q < group; q++) {
+            vf sum[LANES];
+            for (int i = 0; i < LANES; i++)
+                sum[i] = vset(0.0f);
+            for (int d = 0; d < dim; d += LANES) {
+                vf query = vload_n(queries + q * dim + d, dim - d);
+                for (int i = 0; i < LANES; i++)
+                    sum[i] = vfma(query, load_cell(kind, state->k, at[i] * dim + d, dim - d), sum[i]);
+            }
+            vf score = vsum8(sum) * cell_scale * scale;
+            for (int i = num_cells - first; i < LANES; i++)
+                score[i] = -INFINITY;
+            vstore(scores + (int64_t)q * padded + first, score);
+        }
+    }
+    for (int q = 0; q < group; q++) {
+        float *weights = scores + (int64_t)q * padded;
+        vf most = vload(weights), total = vset(0.0f);
+        for (int i = LANES; i < padded; i += LANES)
+            most = vmax(vload(weights + i), most);
+        most = vset(vmax_lane(most));
+        for (int i = 0; i < padded; i += LANES) {
+            vf weight = vexp(vload(weights + i) - most);
+            vstore(weights + i, weight);
+            total += weight;
+        }
+        vf share = vset(1.0f / vsum(total));
+        for (int d = 0; d < dim; d += 4 * LANES) {
+            vf sum[4] = {vset(0.0f), vset(0.0f), vset(0.0f), vset(0.0f)};
+            for (int i = 0; i < num_cells; i++) {
+                int64_t cell = base + (cells ? cells[i] : i);
+                vf weight = vset(kind == KIND_I8 ? weights[i] * state->v_scale[cell] : weights[i]);
+                for (int v = 0; v < 4 && d + v * LANES < dim; v++)
+                    sum[v] = vfma(weight, load_cell(kind, state->v, cell * dim + d + v * LANES, dim - d - v * LANES), sum[v]);
+            }
+            for (int v = 0; v < 4 && d + v * LANES < dim; v++)
+                vstore_n(out + q * dim + d + v * LANES, sum[v] * share, dim - d - v * LANES);
+        }
+    }
+}
+
+#define ATTEND(KIND)                                                                                              \
+    static void attend_##KIND(const Context *c, int row, int head, const int32_t *cells, int n, float *out, float *s) { \
+        attend(KIND, c, row, head, cells, n, out, s);                                                               \
+    }
+ATTEND(KIND_F32) ATTEND(KIND_BF16) ATTEND(KIND_I8)
+
+static void (*const ATTEND_KINDS[])(const Context *, int, int, const int32_t *, int, float *, float *) = {
+    attend_KIND_F32, attend_KIND_BF16, attend_KIND_I8};
+
+static void attend_task(void *context, int task, int thread) {
+    const Context *c = context;
+    Step *step = c->step;
+    const Geometry *g = &step->model->geometry;
+    int i = task / g->kv_heads, head = task % g->kv_heads, row = row_at(c, i), position = position_of(step, row);
+    int group = g->heads / g->kv_heads, dim = g->head_dim, num_cells = num_cells_of(c, position);
+    const int32_t *cells = num_cells == position + 1 ? 0 : step->scratch.cells + (int64_t)i * c->max_cells;
+    float *out = step->scratch.mixer_out + (int64_t)i * c->queries + head * group * dim;
+    float *scores = step->scratch.scores + thread * step->scratch.per_thread;
+    ATTEND_KINDS[step->state->kv_kind](c, row, head, cells, num_cells, out, scores);
+    for (int h = 0; h < group; h++) {
+        const float *gate = step->scratch.projected + (int64_t)row * c->projected + (2 * (head * group + h) + 1) * dim;
+        for (int d = 0; d < dim; d += LANES) {
+            vf value = vload_n(out + h * dim + d, dim - d) * vsigmoid(vload_n(gate + d, dim - d));
+            vstore_n(out + h * dim + d, value, dim - d);
+        }
+    }
+}
+
+/* -> scratch.head_out [num_rows, H], the listed rows one after the other. */
+void qsa_attend(Step *step, const Qsa *qsa, const int32_t *rows, int num_rows) {
+    const Geometry *g = &step->model->geometry;
+    Context c = context_of(step, qsa, rows);
+    pool_run(step->pool, select_row, &c, num_rows);
+    pool_run(step->pool, attend_task, &c, num_rows * g->kv_heads);
+    product(step->pool, &qsa->out, (Rows){step->scratch.mixer_out, 0, c.queries},
+            (Rows){step->scratch.head_out, 0, g->hidden}, num_rows);
+}
+
+void qsa_layer(Step *step, const Qsa *qsa) {
+    qsa_project(step, qsa);
+    qsa_attend(step, qsa, 0, step->num_rows);
+}

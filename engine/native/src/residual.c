@@ -1,0 +1,82 @@
+/* Gated residual (model.md 1.3): one mixed row from the streams, and each stream's injection weight. */
+#include "model.h"
+#include "simd.h"
+
+typedef struct {
+    Step *step;
+    const Residual *residual;
+    const float *streams;
+} Context;
+
+static void norm_row(void *context, int row, int thread) {
+    (void)thread;
+    const Context *c = context;
+    const Geometry *g = &c->step->model->geometry;
+    int64_t at = (int64_t)row * g->num_streams * g->hidden;
+    for (int s = 0; s < g->num_streams; s++) {
+        const float *x = c->streams + at + (int64_t)s * g->hidden;
+        scaled(c->step->scratch.normed + at + (int64_t)s * g->hidden, x, inverse_rms(x, g->hidden, g->norm_eps),
+               c->residual->norm + (int64_t)s * g->hidden, g->hidden);
+    }
+}
+
+/* silu(down / S) and the injection weights 2 sigmoid(inject / S), in place. */
+static void activate_row(const Context *c, int row) {
+    const Geometry *g = &c->step->model->geometry;
+    float *down = c->step->scratch.down + (int64_t)row * g->rank;
+    float *inject = c->step->scratch.inject + (int64_t)row * g->num_streams;
+    vf share = vset(1.0f / (float)g->num_streams);
+    for (int i = 0; i < c->residual->inject.n; i++)
+        inject[i] = 2.0f * sigmoid1(inject[i] * share[0]);
+    for (int i = 0; i < g->rank; i += LANES)
+        vstore_n(down + i, vsilu(vload_n(down + i, g->rank - i) * share), g->rank - i);
+}
+
+static void mix_row(void *context, int row, int thread) {
+    (void)thread;
+    const Context *c = context;
+    const Geometry *g = &c->step->model->geometry;
+    int64_t width = (int64_t)g->num_streams * g->hidden;
+    const float *mix = c->step->scratch.wide + row * width, *normed = c->step->scratch.normed + row * width;
+    float *out = c->step->scratch.mixed + (int64_t)row * g->hidden;
+    vf share = vset(1.0f / (float)g->num_streams);
+    for (int i = 0; i < g->hidden; i += LANES) {
+        int left = g->hidden - i;
+        vf sum = vset(0.0f);
+        for (int64_t s = 0; s < width; s += g->hidden)
+            sum = vfma(vsigmoid(vload_n(mix + s + i, left)), vload_n(normed + s + i, left), sum);
+        vstore_n(out + i, sum * share, left);
+    }
+}
+
+/* streams [R, W] -> scratch.mixed [R, H] and scratch.inject [R, S]. */
+void residual_read(Step *step, const Residual *residual, const float *streams, int num_rows) {
+    const Geometry *g = &step->model->geometry;
+    Scratch *scratch = &step->scratch;
+    int64_t width = (int64_t)g->num_streams * g->hidden;
+    Context context = {step, residual, streams};
+    pool_run(step->pool, norm_row, &context, num_rows);
+    Rows normed = {scratch->normed, 0, width}, down = {scratch->down, 0, g->rank};
+    product(step->pool, &residual->down, normed, down, num_rows);
+    if (residual->inject.n)
+        product(step->pool, &residual->inject, normed, (Rows){scratch->inject, 0, g->num_streams}, num_rows);
+    for (int row = 0; row < num_rows; row++)
+        activate_row(&context, row);
+    product(step->pool, &residual->up, down, (Rows){scratch->wide, 0, width}, num_rows);
+    pool_run(step->pool, mix_row, &context, num_rows);
+}
+
+/* streams [R, W] += outer(inject [R, S], out [R, H]). */
+void residual_write(Step *step, float *streams, const float *out, int num_rows) {
+    const Geometry *g = &step->model->geometry;
+    for (int row = 0; row < num_rows; row++)
+        for (int s = 0; s < g->num_streams; s++) {
+            vf weight = vset(step->scratch.inject[(int64_t)row * g->num_streams + s]);
+            float *to = streams + ((int64_t)row * g->num_streams + s) * g->hidden;
+            const float *from = out + (int64_t)row * g->hidden;
+            for (int i = 0; i < g->hidden; i += LANES) {
+                int left = g->hidden - i;
+                vstore_n(to + i, vfma(weight, vload_n(from + i, left), vload_n(to + i, left)), left);
+            }
+        }
+}

@@ -1,0 +1,252 @@
+/* The calls that Python makes: trunk rows, logits, commit, draft. Each runs to its end on the caller and the pool. */
+#include <stdlib.h>
+
+#include "model.h"
+#include "simd.h"
+
+#define EXPORT __attribute__((visibility("default")))
+
+/* Which sources this was compiled from; see engine/native/build.py. */
+EXPORT const char *stratagate_sources(void) { return STRATAGATE_SOURCES; }
+
+static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+static int64_t width_of(const Geometry *g) { return (int64_t)g->num_streams * g->hidden; }
+
+/* Floats of every region of the scratch block, in the order of carving. */
+typedef struct {
+    int64_t streams, normed, mixed, inject, down, wide, projected, mixer_out, heads, scores, expert_out, route_weights,
+        head_out, route_ids, cells, lists, row_piece;
+} Sizes;
+
+static Sizes sizes_of(const Model *model, int64_t rows, int64_t threads, int64_t *per_thread) {
+    const Geometry *g = &model->geometry;
+    int64_t width = width_of(g), keys = g->key_heads * g->key_dim, values = g->value_heads * g->value_dim;
+    int64_t queries = g->heads * g->head_dim, kv = g->kv_heads * g->head_dim, index = g->index_heads * g->index_dim;
+    int64_t blocks = (g->capacity + g->block_tokens - 1) / g->block_tokens, embed = 0;
+    int64_t cells = (int64_t)(g->budget_blocks + 1) * g->block_tokens;
+    for (int i = 0; i < g->num_layers; i++)
+        if (model->layers[i].ple)
+            embed = most(embed, model->layers[i].ple->key_value.k);
+    int64_t projected = most(2 * keys + 2 * values + 2 * g->value_heads, 2 * queries + 2 * kv + index + g->index_dim);
+    projected = most(most(projected, g->num_experts + 1 + 2 * g->shared_dim), embed);
+    *per_thread = most(g->heads / g->kv_heads * ((cells < g->capacity ? cells : g->capacity) + LANES), 2 * blocks);
+    *per_thread = most(*per_thread, g->key_dim * g->value_dim + g->value_dim);
+    *per_thread = most(*per_thread, most(EXPERT_ROWS * 2 * g->expert_dim, g->hidden));
+    *per_thread = (*per_thread + 15) / 16 * 16;
+    return (Sizes){
+        .streams = rows * width,
+        .normed = rows * width,
+        .mixed = rows * g->hidden,
+        .inject = rows * g->num_streams,
+        .down = rows * g->rank,
+        .wide = rows * (width + g->hidden),
+        .projected = rows * projected,
+        .mixer_out = rows * most(values, queries),
+        .heads = rows * most(most(2 * keys + values, queries + index), g->shared_dim),
+        .scores = threads * *per_thread,
+        .expert_out = rows * g->num_active * g->hidden,
+        .route_weights = rows * g->num_active,
+        .head_out = rows * g->hidden,
+        .route_ids = rows * g->num_active,
+        .cells = rows * cells,
+        .lists = 5 * rows * g->num_active,
+        .row_piece = rows,
+    };
+}
+
+EXPORT int64_t stratagate_scratch_floats(const Model *model, int max_rows, int num_threads) {
+    int64_t per_thread, total = 0;
+    Sizes sizes = sizes_of(model, max_rows, num_threads, &per_thread);
+    for (size_t i = 0; i < sizeof sizes / sizeof(int64_t); i++)
+        total += ((const int64_t *)&sizes)[i];
+    return total;
+}
+
+static float *carve(float **block, int64_t floats) {
+    float *part = *block;
+    *block += floats;
+    return part;
+}
+
+static void carve_all(Scratch *s, const Model *model, int max_rows, int num_threads, float *block) {
+    Sizes n = sizes_of(model, max_rows, num_threads, &s->per_thread);
+    s->streams = carve(&block, n.streams);
+    s->normed = carve(&block, n.normed);
+    s->mixed = carve(&block, n.mixed);
+    s->inject = carve(&block, n.inject);
+    s->down = carve(&block, n.down);
+    s->wide = carve(&block, n.wide);
+    s->projected = carve(&block, n.projected);
+    s->mixer_out = carve(&block, n.mixer_out);
+    s->heads = carve(&block, n.heads);
+    s->scores = carve(&block, n.scores);
+    s->expert_out = carve(&block, n.expert_out);
+    s->route_weights = carve(&block, n.route_weights);
+    s->head_out = carve(&block, n.head_out);
+    s->route_ids = (int32_t *)carve(&block, n.route_ids);
+    s->cells = (int32_t *)carve(&block, n.cells);
+    s->lists = (int32_t *)carve(&block, n.lists);
+    s->row_piece = (int32_t *)carve(&block, n.row_piece);
+}
+
+/* The caller keeps model, state and block alive until stratagate_close. NULL when memory is short. */
+EXPORT Step *stratagate_open(const Model *model, State *state, int num_threads, int max_rows, float *block) {
+    Step *step = calloc(1, sizeof *step);
+    Pool *pool = step ? pool_new(num_threads) : 0;
+    if (!pool) {
+        free(step);
+        return 0;
+    }
+    step->model = model;
+    step->state = state;
+    step->pool = pool;
+    step->max_rows = max_rows;
+    carve_all(&step->scratch, model, max_rows, num_threads, block);
+    return step;
+}
+
+EXPORT void stratagate_close(Step *step) {
+    pool_free(step->pool);
+    free(step);
+}
+
+static void begin(Step *step, const Piece *pieces, int num_pieces, int keeps_all) {
+    step->pieces = pieces;
+    step->num_pieces = num_pieces;
+    step->num_rows = 0;
+    step->keeps_all = keeps_all;
+    for (int i = 0; i < num_pieces; i++) {
+        for (int j = 0; j < pieces[i].count; j++)
+            step->scratch.row_piece[pieces[i].first + j] = i;
+        step->num_rows += pieces[i].count;
+    }
+    pool_wake(step->pool);
+}
+
+static void embed(const Model *model, float *out, int64_t id) {
+    gather(out, model->embedding, model->embedding_scale, model->embedding_kind, id, model->geometry.hidden);
+}
+
+/* ids [R, context + 1], each row's id last, earlier ids before it -> streams [R, W] after the last layer. */
+EXPORT void stratagate_trunk(Step *step, const Piece *pieces, int num_pieces, int keeps_all, const int64_t *ids,
+                             int context, float *streams) {
+    const Model *model = step->model;
+    const Geometry *g = &model->geometry;
+    begin(step, pieces, num_pieces, keeps_all);
+    for (int row = 0; row < step->num_rows; row++) {
+        float *to = streams + row * width_of(g);
+        embed(model, to, ids[(int64_t)row * (context + 1) + context]);
+        for (int s = 1; s < g->num_streams; s++)
+            memcpy(to + (int64_t)s * g->hidden, to, (size_t)g->hidden * sizeof(float));
+    }
+    for (int i = 0; i < g->num_layers; i++) {
+        const Layer *layer = &model->layers[i];
+        if (layer->ple)
+            ple_layer(step, layer->ple, streams, ids, context);
+        residual_read(step, &layer->mixer_residual, streams, step->num_rows);
+        if (layer->gdn)
+            gdn_layer(step, layer->gdn, layer->gdn_index);
+        else
+            qsa_layer(step, layer->qsa);
+        residual_write(step, streams, step->scratch.head_out, step->num_rows);
+        residual_read(step, &layer->moe_residual, streams, step->num_rows);
+        moe_layer(step, layer->moe, step->num_rows);
+        residual_write(step, streams, step->scratch.head_out, step->num_rows);
+    }
+    pool_rest(step->pool);
+}
+
+/* streams [R, W] -> logits [R, vocab]. */
+EXPORT void stratagate_logits(Step *step, const float *streams, int num_rows, float *logits) {
+    const Model *model = step->model;
+    pool_wake(step->pool);
+    residual_read(step, &model->final, streams, num_rows);
+    product(step->pool, &model->head, (Rows){step->scratch.mixed, 0, model->geometry.hidden},
+            (Rows){logits, 0, model->geometry.vocab_size}, num_rows);
+    pool_rest(step->pool);
+}
+
+/* Keeps the first num_rows >= 1 rows of the slot's last window in S and both convolution histories. */
+EXPORT void stratagate_commit(Step *step, int slot, int num_rows) {
+    const Geometry *g = &step->model->geometry;
+    const State *state = step->state;
+    pool_wake(step->pool);
+    gdn_commit(step, slot, num_rows);
+    int64_t width = width_of(g), history = state->ple_rows - g->window_rows;
+    for (int i = 0; i < g->num_layers; i++) {
+        const Ple *ple = step->model->layers[i].ple;
+        if (!ple)
+            continue;
+        float *rows = state->ple + ((int64_t)ple->index * g->num_slots + slot) * state->ple_rows * width;
+        memmove(rows, rows + num_rows * width, (size_t)(history * width) * sizeof(float));
+    }
+    pool_rest(step->pool);
+}
+
+/* The layer's input streams: every stream of the trunk projected, plus the embedded id. -> scratch.streams [R, W]. */
+static void draft_input(Step *step, const int64_t *ids, const float *streams) {
+    const Model *model = step->model;
+    const Draft *draft = model->draft;
+    const Geometry *g = &model->geometry;
+    Scratch *scratch = &step->scratch;
+    int64_t width = width_of(g);
+    for (int row = 0; row < step->num_rows; row++) {
+        const float *from = streams + row * width;
+        float *embedded = scratch->mixed + (int64_t)row * g->hidden;
+        scaled(scratch->normed + row * width, from, inverse_rms(from, (int)width, g->norm_eps), draft->norm_hidden, (int)width);
+        embed(model, embedded, ids[row]);
+        scaled(embedded, embedded, inverse_rms(embedded, g->hidden, g->norm_eps), draft->norm_embedding, g->hidden);
+    }
+    product(step->pool, &draft->fc_hidden, (Rows){scratch->normed, 0, g->hidden}, (Rows){scratch->streams, 0, g->hidden},
+            step->num_rows * g->num_streams);
+    product(step->pool, &draft->fc_embedding, (Rows){scratch->mixed, 0, g->hidden}, (Rows){scratch->head_out, 0, g->hidden},
+            step->num_rows);
+    for (int64_t row = 0; row < (int64_t)step->num_rows * g->num_streams; row++) {
+        float *to = scratch->streams + row * g->hidden;
+        const float *add = scratch->head_out + row / g->num_streams * g->hidden;
+        for (int i = 0; i < g->hidden; i += LANES)
+            vstore_n(to + i, vload_n(to + i, g->hidden - i) + vload_n(add + i, g->hidden - i), g->hidden - i);
+    }
+}
+
+/* Writes the draft layer's cells of the rows. ids [R]: at the rows' positions + 1; streams [R, W]: the trunk's. */
+static void draft_cells(Step *step, const int64_t *ids, const float *streams) {
+    draft_input(step, ids, streams);
+    residual_read(step, &step->model->draft->mixer_residual, step->scratch.streams, step->num_rows);
+    qsa_project(step, step->model->draft->qsa);
+}
+
+EXPORT void stratagate_draft_cells(Step *step, const Piece *pieces, int num_pieces, const int64_t *ids,
+                                   const float *streams) {
+    begin(step, pieces, num_pieces, 1);
+    draft_cells(step, ids, streams);
+    pool_rest(step->pool);
+}
+
+/* The same, then a draft from each piece's last row: logits [B, vocab] and the layer's own streams out [B, W]. */
+EXPORT void stratagate_draft(Step *step, const Piece *pieces, int num_pieces, const int64_t *ids, const float *streams,
+                             float *logits, float *out) {
+    const Model *model = step->model;
+    const Draft *draft = model->draft;
+    const Geometry *g = &model->geometry;
+    Scratch *scratch = &step->scratch;
+    int64_t width = width_of(g);
+    int32_t last[num_pieces];
+    begin(step, pieces, num_pieces, 1);
+    draft_cells(step, ids, streams);
+    for (int i = 0; i < num_pieces; i++) {
+        last[i] = pieces[i].first + pieces[i].count - 1;
+        memcpy(out + i * width, scratch->streams + last[i] * width, (size_t)width * sizeof(float));
+        memmove(scratch->inject + (int64_t)i * g->num_streams, scratch->inject + (int64_t)last[i] * g->num_streams,
+                (size_t)g->num_streams * sizeof(float));
+    }
+    qsa_attend(step, draft->qsa, last, num_pieces);
+    residual_write(step, out, scratch->head_out, num_pieces);
+    residual_read(step, &draft->moe_residual, out, num_pieces);
+    moe_layer(step, draft->moe, num_pieces);
+    residual_write(step, out, scratch->head_out, num_pieces);
+    residual_read(step, &draft->final, out, num_pieces);
+    product(step->pool, &model->head, (Rows){scratch->mixed, 0, g->hidden}, (Rows){logits, 0, g->vocab_size}, num_pieces);
+    pool_rest(step->pool);
+}

@@ -1,0 +1,261 @@
+"""The compiled CPU step behind the interfaces of engine.model.Trunk and engine.mtp.DraftLayer.
+
+Tensors stay torch's: the step gets addresses of the slots' state and of inputs and outputs. A row's arithmetic is one
+fixed chain of operations, the same for windows of any company and for prompt pieces, so exactness needs no probing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from engine.errors import ConfigMismatch, EngineError
+from engine.layers.rotary import RotaryTable
+from engine.linear import MAX_WINDOW_ROWS
+from engine.native import abi
+from engine.native.weights import KINDS, Keeper, NativeLoader, NativePlanner, geometry
+from engine.state import key_capacity
+from engine.weights import Checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from engine.config import EngineConfig
+    from engine.model_spec import ModelSpec
+    from engine.sources.base import TensorSource
+    from engine.startup_plan import Limits
+    from engine.state import Rows, SlotState
+
+SCRATCH = "step scratch"
+"""Name of the plan's line for the buffers of windows and prompt pieces."""
+_LANES = 8
+
+
+def why_not(config: EngineConfig, spec: ModelSpec, device: torch.device) -> str | None:
+    """Why the torch layers run instead; None for the step. Raises ConfigMismatch if it was asked for in vain."""
+    if config.kernels == "torch":
+        return "--kernels torch"
+    reason = _why_unsupported(config, spec, device)
+    if config.kernels == "compiled" and reason is not None:
+        raise ConfigMismatch(f"--kernels compiled: {reason}")
+    return reason
+
+
+def _why_unsupported(config: EngineConfig, spec: ModelSpec, device: torch.device) -> str | None:
+    if device.type != "cpu":
+        return f"it runs on cpu, not on {device}"
+    if config.dtype not in ("auto", "float32"):
+        return f"it computes in float32, not in {config.dtype}"
+    if config.expert_cache is not None or config.expert_profile is not None:
+        return "it keeps every expert in memory, without tiers"
+    if config.ple_io != "ram":
+        return f"it keeps the n-gram table in memory, without --ple-io {config.ple_io}"
+    if spec.gdn.value_dim % _LANES:
+        return f"linear_value_head_dim: found {spec.gdn.value_dim}, required a multiple of {_LANES}"
+    return abi.why_unavailable()
+
+
+def planned_parts(
+    source: TensorSource, spec: ModelSpec, limits: Limits, num_threads: int
+) -> dict[str, int]:
+    """What a step will take, by part: its weights as stored, and its scratch. Loads nothing."""
+    keeper = Keeper()
+    capacity = key_capacity(limits.max_context)
+    numbers = geometry(spec, num_slots=limits.num_slots, capacity=capacity)
+    planner = NativePlanner(Checkpoint(source), spec, keeper)
+    model = planner.load(numbers, None, with_draft=limits.max_draft > 0)
+    keeper.count("rotary tables", 2 * capacity * spec.qsa.rotary_dim * 4)
+    library = abi.Library(abi.LIBRARY)
+    scratch = library.scratch_floats(ctypes.byref(model), most_rows(limits), num_threads)
+    return {**keeper.part_bytes, SCRATCH: 4 * scratch}
+
+
+def most_rows(limits: Limits) -> int:
+    """Rows of the widest call: a prompt piece or a full window."""
+    return max(MAX_WINDOW_ROWS, limits.chunk_tokens)
+
+
+class NativeStep:
+    """An opened step: library, structures, scratch. Its threads end when it is no longer held."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        spec: ModelSpec,
+        state: SlotState,
+        limits: Limits,
+        num_threads: int,
+    ) -> None:
+        """Raises WeightMismatch, or EngineError when threads or memory are refused."""
+        self.spec = spec
+        self.max_rows = max_rows = most_rows(limits)
+        self.library = abi.Library(abi.LIBRARY)
+        self._keeper = Keeper()
+        rotary = RotaryTable(
+            rotary_dim=spec.qsa.rotary_dim,
+            theta=spec.qsa.rope_theta,
+            num_positions=state.capacity,
+            dtype=torch.float32,
+            device=state.device,
+        )
+        numbers = geometry(spec, num_slots=limits.num_slots, capacity=state.capacity)
+        loader = NativeLoader(checkpoint, spec, self._keeper)
+        self._model = loader.load(numbers, rotary, with_draft=limits.max_draft > 0)
+        self._state = _state(state)
+        num_floats = self.library.scratch_floats(ctypes.byref(self._model), max_rows, num_threads)
+        # Zeros, so that the memory is there before the first window.
+        self._scratch = torch.zeros(num_floats, dtype=torch.float32)
+        self.handle = self.library.open(
+            ctypes.byref(self._model),
+            ctypes.byref(self._state),
+            num_threads,
+            max_rows,
+            self._scratch.data_ptr(),
+        )
+        if not self.handle:
+            raise EngineError("the compiled step cannot be opened: no memory or no threads left")
+        weakref.finalize(self, self.library.close, self.handle)
+
+    @property
+    def part_bytes(self) -> dict[str, int]:
+        """Bytes as held, by the names of `planned_parts`."""
+        return {**self._keeper.part_bytes, SCRATCH: 4 * self._scratch.numel()}
+
+    def commit(self, slot: int, num_rows: int) -> None:
+        """As SlotState.commit, with the arithmetic of the step's own windows."""
+        self.library.commit(self.handle, slot, num_rows)
+
+    def logits(self, streams: Tensor) -> Tensor:
+        """Streams [T, S*H] -> logits [T, vocab]."""
+        out = streams.new_empty(streams.shape[0], self.spec.vocab_size)
+        for first in range(0, streams.shape[0], self.max_rows):
+            part = streams[first : first + self.max_rows].contiguous()
+            at = out[first : first + self.max_rows]
+            self.library.logits(self.handle, part.data_ptr(), part.shape[0], at.data_ptr())
+        return out
+
+
+class NativeTrunk:
+    """See engine.model.Trunk."""
+
+    def __init__(self, step: NativeStep) -> None:
+        self._step = step
+        ple = step.spec.ple
+        self.ngram_context = ple.ngram_size - 1 if ple is not None and ple.layer_ids else 0
+
+    def window(self, ids: Tensor, rows: Rows, state: SlotState) -> Tensor:
+        """See Trunk.window."""
+        del state  # its addresses are the step's
+        return self._run(ids, window_pieces(rows), keeps_all=False)
+
+    def chunk(self, ids: Tensor, slot: int, start: int, state: SlotState) -> Tensor:
+        """See Trunk.chunk; a piece longer than a call's rows is read in several calls, with the same result."""
+        del state
+        parts: list[Tensor] = []
+        for first in range(0, ids.shape[0], self._step.max_rows):
+            part = ids[first : first + self._step.max_rows]
+            piece = abi.Piece(slot=slot, first=0, count=part.shape[0], start=start + first)
+            parts.append(self._run(part, [piece], keeps_all=True))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def logits(self, streams: Tensor) -> Tensor:
+        """See Trunk.logits."""
+        return self._step.logits(streams)
+
+    def commit(self, slot: int, num_rows: int, state: SlotState) -> None:
+        """See Trunk.commit."""
+        del state
+        self._step.commit(slot, num_rows)
+
+    def _run(self, ids: Tensor, pieces: Sequence[abi.Piece], *, keeps_all: bool) -> Tensor:
+        step = self._step
+        ids = ids.contiguous()
+        streams = torch.empty(ids.shape[0], step.spec.stream_width)
+        step.library.trunk(
+            step.handle,
+            (abi.Piece * len(pieces))(*pieces),
+            len(pieces),
+            int(keeps_all),
+            ids.data_ptr(),
+            ids.shape[1] - 1,
+            streams.data_ptr(),
+        )
+        return streams
+
+
+class NativeDraft:
+    """See engine.mtp.DraftLayer."""
+
+    def __init__(self, step: NativeStep) -> None:
+        self._step = step
+
+    def read_chunk(
+        self, ids: Tensor, streams: Tensor, slot: int, start: int, state: SlotState
+    ) -> None:
+        """See DraftLayer.read_chunk."""
+        del state
+        for first in range(0, ids.shape[0], self._step.max_rows):
+            part = slice(first, first + self._step.max_rows)
+            count = ids[part].shape[0]
+            piece = abi.Piece(slot=slot, first=0, count=count, start=start + first)
+            self._cells(ids[part], streams[part], [piece])
+
+    def read_rows(self, ids: Tensor, streams: Tensor, rows: Rows, state: SlotState) -> None:
+        """See DraftLayer.read_rows."""
+        del state
+        self._cells(ids, streams, window_pieces(rows))
+
+    def draft(
+        self, ids: Tensor, streams: Tensor, rows: Rows, last: Tensor, state: SlotState
+    ) -> tuple[Tensor, Tensor]:
+        """See DraftLayer.draft."""
+        del last, state
+        step, pieces = self._step, window_pieces(rows)
+        ids, streams = ids.contiguous(), streams.contiguous()
+        logits = streams.new_empty(len(pieces), step.spec.vocab_size)
+        out = streams.new_empty(len(pieces), streams.shape[1])
+        step.library.draft(
+            step.handle,
+            (abi.Piece * len(pieces))(*pieces),
+            len(pieces),
+            ids.data_ptr(),
+            streams.data_ptr(),
+            logits.data_ptr(),
+            out.data_ptr(),
+        )
+        return logits, out
+
+    def _cells(self, ids: Tensor, streams: Tensor, pieces: Sequence[abi.Piece]) -> None:
+        step = self._step
+        ids, streams = ids.contiguous(), streams.contiguous()
+        step.library.draft_cells(
+            step.handle,
+            (abi.Piece * len(pieces))(*pieces),
+            len(pieces),
+            ids.data_ptr(),
+            streams.data_ptr(),
+        )
+
+
+def window_pieces(rows: Rows) -> list[abi.Piece]:
+    """The rows of a window as runs of one slot each."""
+    pieces: list[abi.Piece] = []
+    first = 0
+    for slot, count in zip(rows.slots, rows.counts(), strict=True):
+        start = rows.host_position[first]
+        pieces.append(abi.Piece(slot=slot, first=first, count=count, start=start))
+        first += count
+    return pieces
+
+
+def _state(state: SlotState) -> abi.State:
+    """Addresses of the slots' tensors, which are never reallocated."""
+    made = abi.State(ple_rows=state.ple.shape[2], kv_kind=KINDS[state.k.dtype])
+    for name in abi.STATE_TENSORS:
+        tensor: Tensor | None = getattr(state, name)
+        setattr(made, name, None if tensor is None else tensor.data_ptr())
+    return made
