@@ -144,7 +144,8 @@ class Choice:
         think_ids = self._think_ids
         if think_ids is not None and (self._in_thought or think_ids[0] in shown):
             self._count_reasoning(shown[:num_tokens], think_ids)
-        parsed = self._parse(delta.text)
+        parser = self._parser
+        parsed = ParsedDelta(content=delta.text) if parser is None else parser.push(delta.text)
         if detokenizer.stopped:
             self.finish_reason = FinishReason.STOP
             parsed = _joined(parsed, self._finish_parser())
@@ -156,7 +157,7 @@ class Choice:
             reasoning=parsed.reasoning,
             content=parsed.content,
             calls=parsed.calls,
-            has_calls=self._parser is not None and self._parser.num_calls > 0,
+            has_calls=parser is not None and parser.num_calls > 0,
             tokens=delta.tokens,
             finish_reason=self.finish_reason,
             num_tokens=num_tokens,

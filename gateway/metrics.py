@@ -155,13 +155,12 @@ class Meter:
         if self._allowance is not None:
             self._allowance.charge(num_tokens)
         now_s = self._now()
-        metrics = self._metrics
+        metrics, last_s, self._last_s = self._metrics, self._last_s, now_s
         metrics.recent.add(now_s, num_tokens)
-        if self._last_s is None:
+        if last_s is None:
             metrics.ttft.observe(now_s - self._arrived_s)
         else:
-            metrics.gaps.observe((now_s - self._last_s) / num_tokens)
-        self._last_s = now_s
+            metrics.gaps.observe((now_s - last_s) / num_tokens)
         metrics.gaps.num_tokens += num_tokens
 
     def ended(self, outcome: str) -> None:

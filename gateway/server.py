@@ -6,6 +6,7 @@ Owns the process's signals: the first SIGTERM or SIGINT drains, the second abort
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -105,6 +106,9 @@ async def _serve(config: AppConfig, version: str) -> int:
             url=url_of(listener),
             ready_s=time.monotonic() - started_s,
         )
+        # What is loaded stays: a full collection that walks all of it stops every stream for 30 ms.
+        gc.collect()
+        gc.freeze()
         return await server.serve_on(listener)
     finally:
         await scheduler.stop(0.0)
