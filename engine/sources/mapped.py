@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -23,25 +25,29 @@ class MappedFile:
 
     def __init__(self, path: Path) -> None:
         try:
-            self.num_bytes = path.stat().st_size
+            with path.open("rb") as file:
+                self.num_bytes = os.fstat(file.fileno()).st_size
+                # A private mapping: nobody who writes to a tensor by mistake changes the file.
+                self._map = (
+                    mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if self.num_bytes else None
+                )
         except OSError as error:
             raise WeightMismatch(f"{path}: cannot be read: {error.strerror}") from error
         self.path = path
-        # A private mapping: nobody who writes to a tensor by mistake changes the file.
-        self._bytes = (
-            torch.from_file(str(path), shared=False, size=self.num_bytes, dtype=torch.uint8)
-            if self.num_bytes
-            else torch.empty(0, dtype=torch.uint8)
-        )
 
     def bytes(self, offset: int, num_bytes: int, what: str) -> Tensor:
-        """uint8 [num_bytes]. Raises WeightMismatch, with `what` in front, behind the end of the file."""
+        """uint8 [num_bytes], whose storage is no more than these bytes, so that what is held can be counted.
+
+        Raises WeightMismatch, with `what` in front, behind the end of the file.
+        """
         if not 0 <= offset <= offset + num_bytes <= self.num_bytes:
             raise WeightMismatch(
                 f"{what}: found {self.path.name} of {self.num_bytes} bytes, "
                 f"required at least {offset + num_bytes}"
             )
-        return self._bytes[offset : offset + num_bytes]
+        if self._map is None or num_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(self._map, dtype=torch.uint8, offset=offset, count=num_bytes)
 
 
 class StoredTensor(Protocol):
