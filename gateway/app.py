@@ -31,10 +31,8 @@ def build_app(service: Service) -> Starlette:
     """The ASGI application over a running scheduler. Starting and stopping the scheduler is the caller's."""
     config = service.config
     middleware = [Middleware(Tracing, tracer=service.tracer)] if service.tracer else []
-    middleware.append(Middleware(Envelope))
-    if checks_hosts(config.host, config.allowed_hosts):
-        middleware.append(Middleware(HostCheck, allowed_hosts=config.allowed_hosts))
     if config.cors_origins:
+        # Around the envelope: a page of an allowed origin may read why it was refused, too.
         middleware.append(
             Middleware(
                 CORSMiddleware,
@@ -44,6 +42,9 @@ def build_app(service: Service) -> Starlette:
                 expose_headers=["x-request-id", "retry-after"],
             )
         )
+    middleware.append(Middleware(Envelope))
+    if checks_hosts(config.host, config.allowed_hosts):
+        middleware.append(Middleware(HostCheck, allowed_hosts=config.allowed_hosts))
     middleware += [
         Middleware(ApiKeys, keys=config.api_keys),
         Middleware(BodyLimit, limit_bytes=config.max_body_bytes),

@@ -100,6 +100,8 @@ async def _serve(config: AppConfig, version: str) -> int:
     try:
         service = build_service(config.gateway, scheduler, files, version, tracer)
         server = GracefulServer(build_app(service), scheduler, config.gateway)
+        # Who reads the report may connect at once; uvicorn takes over what has queued by then.
+        listener.listen(server.config.backlog)
         print_report(
             Console(stderr=True),
             service,

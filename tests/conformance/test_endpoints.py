@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import TYPE_CHECKING
 
@@ -156,6 +157,28 @@ async def test_other_origins_are_let_in_only_by_option() -> None:
             CHAT, headers={**preflight, "origin": "https://bad.example"}
         )
         assert "access-control-allow-origin" not in response.headers
+
+
+async def test_a_page_of_an_allowed_origin_can_read_why_it_was_refused() -> None:
+    origin = "https://chat.example"
+    key = ApiKey(name="ann", secret="key")
+    config = GatewayConfig(port=0, cors_origins=(origin,), api_keys=(key,), max_body_bytes=1000)
+    asked = {"origin": origin, "authorization": "Bearer key", "content-type": "application/json"}
+    async with live_server(FakeScript(), config=config) as live:
+        for status, headers, body in (
+            (401, {"origin": origin}, b"{}"),
+            (400, asked, b"{}"),
+            (413, asked, b" " * 2000),
+            (415, {**asked, "content-type": "text/plain"}, b"{}"),
+            (200, asked, json.dumps(chat_body(max_tokens=1)).encode()),
+            (200, asked, json.dumps(chat_body(max_tokens=1, stream=True)).encode()),
+        ):
+            response = await live.client.post(CHAT, content=body, headers=headers)
+            assert response.status_code == status
+            assert response.headers["access-control-allow-origin"] == origin
+            assert response.headers["x-request-id"]
+            exposed = response.headers["access-control-expose-headers"].lower()
+            assert "retry-after" in exposed and "x-request-id" in exposed
 
 
 async def test_metrics_count_requests_tokens_and_drafts() -> None:
