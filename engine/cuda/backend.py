@@ -1,6 +1,7 @@
 """What the torch engine calls in place of its own trunk and draft layer when the kernels of this package run.
 
-Both share one CudaStep and one Prefill over the engine's SlotState. Windows and drafts are graphs; prompt pieces are not.
+Both share one CudaStep and one Prefill over the engine's SlotState. Windows and drafts are graphs; prompt pieces are
+not.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 from engine.cuda.prefill import Prefill
 from engine.cuda.step import CudaStep
 from engine.cuda.weights import CudaLoader
+from engine.errors import ConfigMismatch
 
 if TYPE_CHECKING:
     from engine.cuda.weights import CudaModel, TensorSource
@@ -57,7 +59,9 @@ class CudaDraft:
         self._step = step
         self._prefill = prefill
 
-    def read_chunk(self, ids: Tensor, streams: Tensor, slot: int, start: int, state: SlotState) -> None:
+    def read_chunk(
+        self, ids: Tensor, streams: Tensor, slot: int, start: int, state: SlotState
+    ) -> None:
         """See engine.mtp.DraftLayer.read_chunk."""
         self._prefill.draft_cells(ids, streams, slot, start)
 
@@ -82,14 +86,31 @@ class CudaBackend:
 
 
 def load_cuda_model(
-    source: TensorSource, spec: ModelSpec, *, device: torch.device, max_context: int, with_draft: bool
+    source: TensorSource,
+    spec: ModelSpec,
+    *,
+    device: torch.device,
+    max_context: int,
+    with_draft: bool,
 ) -> CudaModel:
     """Read a checkpoint; experts become 4-bit. Raises WeightMismatch."""
-    return CudaLoader(source, spec, device=device, max_context=max_context).load(with_draft=with_draft)
+    return CudaLoader(source, spec, device=device, max_context=max_context).load(
+        with_draft=with_draft
+    )
 
 
 def build_cuda_step(model: CudaModel, state: SlotState, *, graphs: bool = True) -> CudaBackend:
-    """Trunk, draft layer and graphs over `state`, whose K/V are bf16."""
+    """Trunk, draft layer and graphs over `state`.
+
+    Raises ConfigMismatch unless state and K/V are bf16 on a CUDA device.
+    """
+    for name, found in (("--dtype", state.conv.dtype), ("--kv", state.k.dtype)):
+        if found != torch.bfloat16:
+            raise ConfigMismatch(
+                f"{name}: found {found}, required torch.bfloat16 for the CUDA kernels"
+            )
+    if graphs and state.device.type != "cuda":
+        raise ConfigMismatch(f"--device: found {state.device}, required cuda for the CUDA kernels")
     step = CudaStep(model, state, graphs=graphs)
     prefill = Prefill(model, state)
     draft = CudaDraft(step, prefill) if model.draft is not None else None

@@ -1,6 +1,9 @@
 """Kernels that read a prompt piece: what between its matrix products the libraries have no fast operation for."""
 
-# pyright: reportUnknownParameterType=false, reportMissingParameterType=false, reportUntypedFunctionDecorator=false
+# Kernels are another language in Python's clothes.
+# pyright: reportUnknownParameterType=false, reportMissingParameterType=false
+# pyright: reportUntypedFunctionDecorator=false, reportIndexIssue=false
+# ruff: noqa: E741 - I is the width of an expert
 
 from __future__ import annotations
 
@@ -27,7 +30,9 @@ _EXPERT_ROWS = 64
 
 
 @triton.jit
-def _mix(up, normed, out, H: tl.constexpr, S: tl.constexpr, BH: tl.constexpr, OVERLAP: tl.constexpr):
+def _mix(
+    up, normed, out, H: tl.constexpr, S: tl.constexpr, BH: tl.constexpr, OVERLAP: tl.constexpr
+):
     """Grid (rows, tiles of columns): out [T, H] = sum over streams of sigmoid(up) * normed, both [T, S*H]."""
     row = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BH + tl.arange(0, BH)
@@ -46,22 +51,39 @@ def mix_streams(up: Tensor, normed: Tensor, num_streams: int) -> Tensor:
     hidden = width // num_streams
     out = normed.new_empty(num_rows, hidden)
     _mix[(num_rows, triton.cdiv(hidden, 1024))](
-        up, normed, out, H=hidden, S=num_streams, BH=1024, OVERLAP=LAUNCH.overlap, **LAUNCH.options(4, 1)
+        up,
+        normed,
+        out,
+        H=hidden,
+        S=num_streams,
+        BH=1024,
+        OVERLAP=LAUNCH.overlap,
+        **LAUNCH.options(4, 1),
     )
     return out
 
 
 @triton.jit(do_not_specialize=["T"])
 def _solve(
-    qkv, gates, inverse, scores, totals,
-    T, CHUNKS,
-    V: tl.constexpr, REPEAT: tl.constexpr, DK: tl.constexpr, C: tl.constexpr, L: tl.constexpr, PK: tl.constexpr,
+    qkv,
+    gates,
+    inverse,
+    scores,
+    totals,
+    T,
+    CHUNKS,
+    V: tl.constexpr,
+    REPEAT: tl.constexpr,
+    DK: tl.constexpr,
+    C: tl.constexpr,
+    L: tl.constexpr,
+    PK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Grid (chunks, value heads): what of a chunk does not depend on S.
 
-    inverse fp32 [V, chunks, L, L] of I + A, A_ij = beta_i exp(g_i - g_j) k_i.k_j below the diagonal; scores likewise of q
-    and k, with the diagonal and without beta; totals fp32 [V, chunks, L]: running sums of log decays.
+    inverse fp32 [V, chunks, L, L] of I + A, A_ij = beta_i exp(g_i - g_j) k_i.k_j below the diagonal; scores likewise of
+    q and k, with the diagonal and without beta; totals fp32 [V, chunks, L]: running sums of log decays.
     """
     chunk = tl.program_id(0)
     head = tl.program_id(1)
@@ -97,10 +119,24 @@ def _solve(
 
 @triton.jit(do_not_specialize=["T"])
 def _scan(
-    qkv, gates, inverse, scores, totals, s, out,
-    T, CHUNKS,
-    V: tl.constexpr, REPEAT: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr, L: tl.constexpr,
-    PK: tl.constexpr, BV: tl.constexpr, OVERLAP: tl.constexpr,
+    qkv,
+    gates,
+    inverse,
+    scores,
+    totals,
+    s,
+    out,
+    T,
+    CHUNKS,
+    V: tl.constexpr,
+    REPEAT: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    C: tl.constexpr,
+    L: tl.constexpr,
+    PK: tl.constexpr,
+    BV: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Grid (value heads, tiles of columns): chunk after chunk; out fp32 [T, V*DV], s fp32 [V, DK, DV] advanced.
 
@@ -124,7 +160,9 @@ def _scan(
         at = qkv + row[:, None].to(tl.int64) * C
         q = tl.load(at + head // REPEAT * DK + ik[None, :], mask=in_row & in_k, other=0.0)
         k = tl.load(at + (V + head) // REPEAT * DK + ik[None, :], mask=in_row & in_k, other=0.0)
-        v = tl.load(at + 2 * (V // REPEAT) * DK + head * DV + iv[None, :], mask=in_row & in_v, other=0.0)
+        v = tl.load(
+            at + 2 * (V // REPEAT) * DK + head * DV + iv[None, :], mask=in_row & in_v, other=0.0
+        )
         beta = tl.load(gates + (row * V + head) * 2 + 1, mask=row < T, other=0.0)
         total = tl.load(totals + base + t)
         last = tl.load(totals + base + L - 1)
@@ -133,7 +171,11 @@ def _scan(
         delta = tl.dot(tl.load(inverse + square), wanted, input_precision="tf32")
         o = grown * tl.dot(q, state, input_precision="tf32")
         o += tl.dot(tl.load(scores + square), delta, input_precision="tf32")
-        tl.store(out + row[:, None].to(tl.int64) * (V * DV) + head * DV + iv[None, :], o, mask=in_row & in_v)
+        tl.store(
+            out + row[:, None].to(tl.int64) * (V * DV) + head * DV + iv[None, :],
+            o,
+            mask=in_row & in_v,
+        )
         keys = k * tl.exp(last - total)[:, None]
         state = state * tl.exp(last) + tl.dot(tl.trans(keys), delta, input_precision="tf32")
     tl.store(own_s, state, mask=in_s)
@@ -152,22 +194,51 @@ def delta_rule(qkv: Tensor, gates: Tensor, s: Tensor, num_key_heads: int) -> Ten
     totals = torch.empty(num_values, chunks, _CHUNK, device=qkv.device)
     out = torch.empty(num_rows, num_values * dv, device=qkv.device)
     pk = max(16, triton.next_power_of_2(dk))
-    common = {"V": num_values, "REPEAT": num_values // num_key_heads, "DK": dk, "C": channels, "L": _CHUNK, "PK": pk,
-              "OVERLAP": LAUNCH.overlap}
+    common = {
+        "V": num_values,
+        "REPEAT": num_values // num_key_heads,
+        "DK": dk,
+        "C": channels,
+        "L": _CHUNK,
+        "PK": pk,
+        "OVERLAP": LAUNCH.overlap,
+    }
     _solve[(chunks, num_values)](
         qkv, gates, inverse, scores, totals, num_rows, chunks, **common, **LAUNCH.options(4, 1)
     )
     tile = max(16, min(32, triton.next_power_of_2(dv)))
     _scan[(num_values, triton.cdiv(dv, tile))](
-        qkv, gates, inverse, scores, totals, s, out, num_rows, chunks, DV=dv, BV=tile, **common, **LAUNCH.options(4, 2)
+        qkv,
+        gates,
+        inverse,
+        scores,
+        totals,
+        s,
+        out,
+        num_rows,
+        chunks,
+        DV=dv,
+        BV=tile,
+        **common,
+        **LAUNCH.options(4, 2),
     )
     return out
 
 
 @triton.jit
 def _scores(
-    index_q, blocks, out, positions, T, num_blocks,
-    IH: tl.constexpr, ID: tl.constexpr, BLOCK: tl.constexpr, BT: tl.constexpr, BB: tl.constexpr, PI: tl.constexpr,
+    index_q,
+    blocks,
+    out,
+    positions,
+    T,
+    num_blocks,
+    IH: tl.constexpr,
+    ID: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BT: tl.constexpr,
+    BB: tl.constexpr,
+    PI: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Grid (tiles of rows, tiles of blocks): out fp32 [T, blocks]; tiles that no row has complete are left alone."""
@@ -177,7 +248,11 @@ def _scores(
     wait(OVERLAP)
     position = tl.load(positions + r, mask=r < T, other=0)
     if tl.program_id(1) * BB < (tl.max(position, 0) + 1) // BLOCK:
-        key = tl.load(blocks + b[None, :] * ID + i[:, None], mask=(b[None, :] < num_blocks) & (i[:, None] < ID), other=0.0)
+        key = tl.load(
+            blocks + b[None, :] * ID + i[:, None],
+            mask=(b[None, :] < num_blocks) & (i[:, None] < ID),
+            other=0.0,
+        )
         total = tl.zeros([BT, BB], tl.float32)
         for h in tl.static_range(IH):
             at = (r[:, None] * IH + h) * ID + i[None, :]
@@ -189,10 +264,28 @@ def _scores(
 
 @triton.jit
 def _attend(
-    q, k_cache, v_cache, chosen, projected, out, start, T, words, scale,
-    GROUP: tl.constexpr, A: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
-    DENSE: tl.constexpr, SPARSE: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, PD: tl.constexpr,
-    OVERLAP: tl.constexpr, capacity,
+    q,
+    k_cache,
+    v_cache,
+    chosen,
+    projected,
+    out,
+    start,
+    T,
+    words,
+    scale,
+    GROUP: tl.constexpr,
+    A: tl.constexpr,
+    D: tl.constexpr,
+    ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DENSE: tl.constexpr,
+    SPARSE: tl.constexpr,
+    BM: tl.constexpr,
+    BC: tl.constexpr,
+    PD: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    capacity,
 ):
     """Grid (tiles of rows, A): out bf16 [T, A*D], gated. k_cache, v_cache: one slot's [N, capacity, D]."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -219,7 +312,11 @@ def _attend(
         allowed = c[None, :] <= position[:, None]
         if SPARSE:
             # A tile of keys is 16 blocks: one word of marks a row.
-            marks = tl.load(chosen + m.to(tl.int64) * words + first // BC, mask=(m < T) & (first // BC < words), other=0)
+            marks = tl.load(
+                chosen + m.to(tl.int64) * words + first // BC,
+                mask=(m < T) & (first // BC < words),
+                other=0,
+            )
             marked = (marks[:, None] >> ((c - first) // BLOCK)[None, :]) & 1
             tail = c[None, :] >= (complete * BLOCK)[:, None]
             allowed = allowed & ((marked != 0) | tail | (position[:, None] < DENSE))
@@ -232,13 +329,24 @@ def _attend(
         best = new_best
     joined = (acc / total[:, None]).to(tl.bfloat16).to(tl.float32)
     gate_at = projected + m[:, None].to(tl.int64) * ROW + (2 * head + 1) * D + d[None, :]
-    gate = sigmoid(tl.load(gate_at, mask=in_q, other=0.0).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
+    gate = (
+        sigmoid(tl.load(gate_at, mask=in_q, other=0.0).to(tl.float32))
+        .to(tl.bfloat16)
+        .to(tl.float32)
+    )
     tl.store(out + (m[:, None].to(tl.int64) * A + head) * D + d[None, :], joined * gate, mask=in_q)
 
 
 def attend_chunk(
-    projected: Tensor, weights: QsaWeights, q: Tensor, index_q: Tensor, positions: Tensor, slot: int, start: int,
-    state: SlotState, spec: QsaSpec,
+    projected: Tensor,
+    weights: QsaWeights,
+    q: Tensor,
+    index_q: Tensor,
+    positions: Tensor,
+    slot: int,
+    start: int,
+    state: SlotState,
+    spec: QsaSpec,
 ) -> Tensor:
     """Rows at [start, start + T) of one slot, whose cells are written -> bf16 [T, A*D], gated."""
     num_rows = q.shape[0]
@@ -251,30 +359,77 @@ def attend_chunk(
         blocks = state.index_blocks[layer, slot, :num_blocks]
         scores = torch.empty(num_rows, num_blocks, device=q.device)
         _scores[(triton.cdiv(num_rows, 64), triton.cdiv(num_blocks, 64))](
-            index_q, blocks, scores, positions, num_rows, num_blocks,
-            IH=spec.num_index_heads, ID=spec.index_dim, BLOCK=spec.block_tokens, BT=64, BB=64,
-            PI=max(16, triton.next_power_of_2(spec.index_dim)), OVERLAP=LAUNCH.overlap, **LAUNCH.options(4, 2),
+            index_q,
+            blocks,
+            scores,
+            positions,
+            num_rows,
+            num_blocks,
+            IH=spec.num_index_heads,
+            ID=spec.index_dim,
+            BLOCK=spec.block_tokens,
+            BT=64,
+            BB=64,
+            PI=max(16, triton.next_power_of_2(spec.index_dim)),
+            OVERLAP=LAUNCH.overlap,
+            **LAUNCH.options(4, 2),
         )
-        chosen = torch.empty(num_rows, triton.cdiv(num_blocks, 16), dtype=torch.int32, device=q.device)
+        chosen = torch.empty(
+            num_rows, triton.cdiv(num_blocks, 16), dtype=torch.int32, device=q.device
+        )
         select_blocks(scores, chosen, positions, spec, marks=True)
     out = q.new_empty(num_rows, spec.num_heads * spec.head_dim)
     dim = max(16, triton.next_power_of_2(spec.head_dim))
     tile = 128 if dim > 64 else 64
     _attend[(triton.cdiv(num_rows, tile), spec.num_heads)](
-        q, state.k[layer, slot], state.v[layer, slot], chosen, projected, out, start, num_rows,
-        triton.cdiv(num_blocks, 16), spec.head_dim**-0.5,
-        GROUP=spec.num_heads // spec.num_kv_heads, A=spec.num_heads, D=spec.head_dim, ROW=projected.shape[1],
-        BLOCK=spec.block_tokens, DENSE=spec.dense_tokens, SPARSE=sparse, BM=tile, BC=16 * spec.block_tokens, PD=dim,
-        OVERLAP=LAUNCH.overlap, capacity=state.capacity, **LAUNCH.options(8 if tile == 128 else 4, 2),
+        q,
+        state.k[layer, slot],
+        state.v[layer, slot],
+        chosen,
+        projected,
+        out,
+        start,
+        num_rows,
+        triton.cdiv(num_blocks, 16),
+        spec.head_dim**-0.5,
+        GROUP=spec.num_heads // spec.num_kv_heads,
+        A=spec.num_heads,
+        D=spec.head_dim,
+        ROW=projected.shape[1],
+        BLOCK=spec.block_tokens,
+        DENSE=spec.dense_tokens,
+        SPARSE=sparse,
+        BM=tile,
+        BC=16 * spec.block_tokens,
+        PD=dim,
+        OVERLAP=LAUNCH.overlap,
+        capacity=state.capacity,
+        **LAUNCH.options(8 if tile == 128 else 4, 2),
     )
     return out
 
 
 @triton.jit
 def _experts_up(
-    x, words, scales, order, tile_expert, tile_first, ends, hidden,
-    H: tl.constexpr, GROUPS: tl.constexpr, TILES: tl.constexpr, I: tl.constexpr, TOP: tl.constexpr, E: tl.constexpr,
-    BN: tl.constexpr, BM: tl.constexpr, GROUP: tl.constexpr, QUARTER: tl.constexpr, TILE: tl.constexpr,
+    x,
+    words,
+    scales,
+    order,
+    tile_expert,
+    tile_first,
+    ends,
+    hidden,
+    H: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TILES: tl.constexpr,
+    I: tl.constexpr,
+    TOP: tl.constexpr,
+    E: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    GROUP: tl.constexpr,
+    QUARTER: tl.constexpr,
+    TILE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Grid (tiles of gate and up rows, tiles of sorted pairs): hidden bf16 [pairs as sorted, I] = silu(gate) * up."""
@@ -287,20 +442,51 @@ def _experts_up(
         pair = tl.load(order + place, mask=rows, other=0)
         n = tile * BN + tl.arange(0, BN)
         first = expert.to(tl.int64) * (TILES * GROUPS * TILE)
-        acc = multiply4(words + first * QUARTER, scales + first, n, x + (pair // TOP)[None, :].to(tl.int64) * H, rows,
-                        H, GROUPS, BN, BM, GROUP, QUARTER, TILE)
+        acc = multiply4(
+            words + first * QUARTER,
+            scales + first,
+            n,
+            x + (pair // TOP)[None, :].to(tl.int64) * H,
+            rows,
+            H,
+            GROUPS,
+            BN,
+            BM,
+            GROUP,
+            QUARTER,
+            TILE,
+        )
         pairs = acc.to(tl.bfloat16).to(tl.float32).reshape(BN // 2, 2, BM)
         gate, up = tl.split(tl.permute(pairs, (0, 2, 1)))
         middle = (gate * sigmoid(gate)).to(tl.bfloat16).to(tl.float32) * up
         i = tile * (BN // 2) + tl.arange(0, BN // 2)
-        tl.store(hidden + place[None, :].to(tl.int64) * I + i[:, None], middle, mask=rows[None, :] & (i[:, None] < I))
+        tl.store(
+            hidden + place[None, :].to(tl.int64) * I + i[:, None],
+            middle,
+            mask=rows[None, :] & (i[:, None] < I),
+        )
 
 
 @triton.jit
 def _experts_down(
-    hidden, words, scales, order, tile_expert, tile_first, ends, parts,
-    H: tl.constexpr, GROUPS: tl.constexpr, TILES: tl.constexpr, I: tl.constexpr, E: tl.constexpr,
-    BN: tl.constexpr, BM: tl.constexpr, GROUP: tl.constexpr, QUARTER: tl.constexpr, TILE: tl.constexpr,
+    hidden,
+    words,
+    scales,
+    order,
+    tile_expert,
+    tile_first,
+    ends,
+    parts,
+    H: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TILES: tl.constexpr,
+    I: tl.constexpr,
+    E: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    GROUP: tl.constexpr,
+    QUARTER: tl.constexpr,
+    TILE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Grid (tiles of output columns, tiles of sorted pairs): parts bf16 [pairs, H]."""
@@ -312,16 +498,42 @@ def _experts_down(
         pair = tl.load(order + place, mask=rows, other=0)
         n = tl.program_id(0) * BN + tl.arange(0, BN)
         first = expert.to(tl.int64) * (TILES * GROUPS * TILE)
-        acc = multiply4(words + first * QUARTER, scales + first, n, hidden + place[None, :].to(tl.int64) * I, rows,
-                        I, GROUPS, BN, BM, GROUP, QUARTER, TILE)
-        tl.store(parts + pair[None, :].to(tl.int64) * H + n[:, None], acc, mask=rows[None, :] & (n[:, None] < H))
+        acc = multiply4(
+            words + first * QUARTER,
+            scales + first,
+            n,
+            hidden + place[None, :].to(tl.int64) * I,
+            rows,
+            I,
+            GROUPS,
+            BN,
+            BM,
+            GROUP,
+            QUARTER,
+            TILE,
+        )
+        tl.store(
+            parts + pair[None, :].to(tl.int64) * H + n[:, None],
+            acc,
+            mask=rows[None, :] & (n[:, None] < H),
+        )
 
 
 @triton.jit
 def _combine(
-    shared, head, weights, parts, streams, inject,
-    H: tl.constexpr, E: tl.constexpr, ROW: tl.constexpr, TOP: tl.constexpr, S: tl.constexpr,
-    BH: tl.constexpr, OVERLAP: tl.constexpr,
+    shared,
+    head,
+    weights,
+    parts,
+    streams,
+    inject,
+    H: tl.constexpr,
+    E: tl.constexpr,
+    ROW: tl.constexpr,
+    TOP: tl.constexpr,
+    S: tl.constexpr,
+    BH: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Grid (rows, tiles of columns): streams += inject (x) (sigmoid(shared gate) * shared + sum of weighted parts)."""
     row = tl.program_id(0).to(tl.int64)
@@ -341,15 +553,24 @@ def _combine(
 
 
 def experts_into_streams(
-    x: Tensor, head: Tensor, weights: MoeWeights, top: Tensor, ids: Tensor, shared: Tensor, streams: Tensor,
-    inject: Tensor, spec: MoeSpec,
+    x: Tensor,
+    head: Tensor,
+    weights: MoeWeights,
+    top: Tensor,
+    ids: Tensor,
+    shared: Tensor,
+    streams: Tensor,
+    inject: Tensor,
+    spec: MoeSpec,
 ) -> None:
     """streams [T, S*H] += outer(inject [T, S], MoE of x [T, H]); top fp32 and ids int32 [T, k], shared bf16 [T, H]."""
     num_rows, hidden_size = x.shape
     count = spec.num_experts
     flat = ids.flatten().to(torch.int64)
     order = flat.argsort(stable=True)
-    counts = torch.zeros(count, dtype=torch.int64, device=x.device).scatter_add_(0, flat, torch.ones_like(flat))
+    counts = torch.zeros(count, dtype=torch.int64, device=x.device).scatter_add_(
+        0, flat, torch.ones_like(flat)
+    )
     ends = counts.cumsum(0)
     last_tiles = ((counts + (_EXPERT_ROWS - 1)) // _EXPERT_ROWS).cumsum(0)
     num_tiles = triton.cdiv(flat.shape[0], _EXPERT_ROWS) + min(count, flat.shape[0])
@@ -362,18 +583,53 @@ def experts_into_streams(
     parts = x.new_empty(flat.shape[0], hidden_size)
     where = [t.to(torch.int32) for t in (order, expert, first, ends)]
     rows = 128
-    common = {"I": spec.expert_dim, "H": hidden_size, "E": count, "BN": rows, "BM": _EXPERT_ROWS, "GROUP": GROUP,
-              "QUARTER": QUARTER, "TILE": TILE, "OVERLAP": LAUNCH.overlap, **LAUNCH.options(4, 3)}
+    common = {
+        "I": spec.expert_dim,
+        "H": hidden_size,
+        "E": count,
+        "BN": rows,
+        "BM": _EXPERT_ROWS,
+        "GROUP": GROUP,
+        "QUARTER": QUARTER,
+        "TILE": TILE,
+        "OVERLAP": LAUNCH.overlap,
+        **LAUNCH.options(4, 3),
+    }
     up, down = weights.gate_up, weights.down
     _experts_up[(triton.cdiv(2 * spec.expert_dim, rows), num_tiles)](
-        x, up.words, up.scales, *where, hidden,
-        GROUPS=up.num_groups, TILES=up.words.shape[1], TOP=spec.num_active, **common,
+        x,
+        up.words,
+        up.scales,
+        *where,
+        hidden,
+        GROUPS=up.num_groups,
+        TILES=up.words.shape[1],
+        TOP=spec.num_active,
+        **common,
     )
     _experts_down[(triton.cdiv(hidden_size, rows), num_tiles)](
-        hidden, down.words, down.scales, *where, parts, GROUPS=down.num_groups, TILES=down.words.shape[1], **common,
+        hidden,
+        down.words,
+        down.scales,
+        *where,
+        parts,
+        GROUPS=down.num_groups,
+        TILES=down.words.shape[1],
+        **common,
     )
     _combine[(num_rows, triton.cdiv(hidden_size, 1024))](
-        shared, head, top, parts, streams, inject,
-        H=hidden_size, E=count, ROW=head.shape[1], TOP=spec.num_active, S=inject.shape[1], BH=1024,
-        OVERLAP=LAUNCH.overlap, **LAUNCH.options(4, 1),
+        shared,
+        head,
+        top,
+        parts,
+        streams,
+        inject,
+        H=hidden_size,
+        E=count,
+        ROW=head.shape[1],
+        TOP=spec.num_active,
+        S=inject.shape[1],
+        BH=1024,
+        OVERLAP=LAUNCH.overlap,
+        **LAUNCH.options(4, 1),
     )

@@ -1,10 +1,12 @@
 """Gated DeltaNet for a window's rows and its commit (model.md 1.4; D4): programs hold columns of one head's S.
 
-Between the two projections one kernel convolves the heads, one runs the recurrence over the slot's rows, and one norms its
-output. The recurrence stores S after the first row and leaves what `commit` replays for the others.
+Between the two projections one kernel convolves the heads, one runs the recurrence over the slot's rows, and one norms
+its output. The recurrence stores S after the first row and leaves what `commit` replays for the others.
 """
 
-# pyright: reportUnknownParameterType=false, reportMissingParameterType=false, reportUntypedFunctionDecorator=false
+# Kernels are another language in Python's clothes.
+# pyright: reportUnknownParameterType=false, reportMissingParameterType=false
+# pyright: reportUntypedFunctionDecorator=false, reportIndexIssue=false
 
 from __future__ import annotations
 
@@ -45,10 +47,26 @@ class GdnWeights:
 
 @triton.jit(do_not_specialize=["R"])
 def _heads(
-    projected, conv, decay, dt_bias, history, qkv, gates, row_slots, starts,
+    projected,
+    conv,
+    decay,
+    dt_bias,
+    history,
+    qkv,
+    gates,
+    row_slots,
+    starts,
     R,
-    K: tl.constexpr, V: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, BT: tl.constexpr, P: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    C: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BT: tl.constexpr,
+    P: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Grid (tiles of rows, 2*K + V): one head of q, k or v, convolved, and q and k of unit length: qkv fp32 [R, C].
@@ -81,7 +99,7 @@ def _heads(
     total = total.to(tl.bfloat16).to(tl.float32)
     value = (total * sigmoid(total)).to(tl.bfloat16).to(tl.float32)
     if is_key:
-        scale = tl.rsqrt(tl.sum(value * value, 1) + 1e-6) * tl.where(head < K, DK ** -0.5, 1.0)
+        scale = tl.rsqrt(tl.sum(value * value, 1) + 1e-6) * tl.where(head < K, DK**-0.5, 1.0)
         value *= scale[:, None]
     else:
         v = head - 2 * K
@@ -97,13 +115,27 @@ def _heads(
 
 @triton.jit
 def _steps(
-    qkv, gates, out,
-    s, replay_k, replay_delta, replay_factor,
-    slots, firsts, counts,
-    V: tl.constexpr, REPEAT: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
-    ROWS: tl.constexpr, PK: tl.constexpr, BV: tl.constexpr, OVERLAP: tl.constexpr,
+    qkv,
+    gates,
+    out,
+    s,
+    replay_k,
+    replay_delta,
+    replay_factor,
+    slots,
+    firsts,
+    counts,
+    V: tl.constexpr,
+    REPEAT: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+    PK: tl.constexpr,
+    BV: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """Grid (places of the window, value heads, tiles of columns): the recurrence over the slot's rows, out fp32 [R, V*DV].
+    """Grid (places of the window, value heads, tiles of columns): the recurrence, out fp32 [R, V*DV].
 
     One warp holds its columns of S, so that sums over the key axis need no barrier.
     """
@@ -134,7 +166,9 @@ def _steps(
             read = tl.sum(state * k[:, None], 0)
             old = tl.sum(state * q[:, None], 0)
             delta = (v - read) * beta
-            tl.store(out + row * (V * DV) + head * DV + iv, old + tl.sum(q * k, 0) * delta, mask=in_v)
+            tl.store(
+                out + row * (V * DV) + head * DV + iv, old + tl.sum(q * k, 0) * delta, mask=in_v
+            )
             state += k[:, None] * delta[None, :]
             if j == 0:
                 tl.store(own_s, state, mask=both)
@@ -148,8 +182,17 @@ def _steps(
 
 @triton.jit
 def _gate(
-    x, projected, norm, out, eps,
-    V: tl.constexpr, DV: tl.constexpr, C: tl.constexpr, SILU: tl.constexpr, BH: tl.constexpr, PV: tl.constexpr,
+    x,
+    projected,
+    norm,
+    out,
+    eps,
+    V: tl.constexpr,
+    DV: tl.constexpr,
+    C: tl.constexpr,
+    SILU: tl.constexpr,
+    BH: tl.constexpr,
+    PV: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Grid (rows, tiles of value heads): out bf16 [R, V*DV] = gated RMS norm of x fp32 [R, V*DV], head by head."""
@@ -161,7 +204,9 @@ def _gate(
     wait(OVERLAP)
     at = row * (V * DV) + head * DV + i
     o = tl.load(x + at, mask=inside, other=0.0)
-    z = tl.load(projected + row * (C + V * DV + 2 * V) + C + head * DV + i, mask=inside, other=0.0).to(tl.float32)
+    z = tl.load(
+        projected + row * (C + V * DV + 2 * V) + C + head * DV + i, mask=inside, other=0.0
+    ).to(tl.float32)
     gate = sigmoid(z)
     if SILU:
         gate = z * gate
@@ -172,9 +217,19 @@ def _gate(
 
 @triton.jit
 def _replay(
-    s, replay_k, replay_delta, replay_factor, kept,
-    SLOTS: tl.constexpr, V: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr,
-    PK: tl.constexpr, PV: tl.constexpr, OVERLAP: tl.constexpr,
+    s,
+    replay_k,
+    replay_delta,
+    replay_factor,
+    kept,
+    SLOTS: tl.constexpr,
+    V: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    ROWS: tl.constexpr,
+    PK: tl.constexpr,
+    PV: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Grid (layers * slots, value heads): S over the kept rows after the first."""
     place = tl.program_id(0).to(tl.int64)
@@ -197,9 +252,15 @@ def _replay(
 
 @triton.jit
 def _shift(
-    buffer, kept,
-    SLOTS: tl.constexpr, HISTORY: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr,
-    PH: tl.constexpr, BC: tl.constexpr, OVERLAP: tl.constexpr,
+    buffer,
+    kept,
+    SLOTS: tl.constexpr,
+    HISTORY: tl.constexpr,
+    ROWS: tl.constexpr,
+    C: tl.constexpr,
+    PH: tl.constexpr,
+    BC: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Grid (layers * slots, tiles of columns): the last HISTORY of history + kept rows become the history."""
     place = tl.program_id(0).to(tl.int64)
@@ -217,7 +278,7 @@ def _shift(
 
 @dataclass(frozen=True, slots=True)
 class GdnScratch:
-    """Buffers for up to `max_rows` rows: convolved heads fp32 [rows, C], gates fp32 [rows, V, 2], out fp32 [rows, V*dv]."""
+    """Buffers for up to `max_rows` rows, fp32: convolved heads [rows, C], gates [rows, V, 2], out [rows, V*dv]."""
 
     qkv: Tensor
     gates: Tensor
@@ -252,33 +313,81 @@ def gdn_window(
     rows = state.replay_k.shape[2]
     pk, pv = triton.next_power_of_2(spec.key_dim), triton.next_power_of_2(spec.value_dim)
     convolve_heads(
-        projected, weights, state.conv[layer], layout.row_slots, layout.starts, spec, scratch.qkv, scratch.gates, chunk=False
+        projected,
+        weights,
+        state.conv[layer],
+        layout.row_slots,
+        layout.starts,
+        spec,
+        scratch.qkv,
+        scratch.gates,
+        chunk=False,
     )
     tile = min(32, pv)
     _steps[(layout.num_places, values, triton.cdiv(spec.value_dim, tile))](
-        scratch.qkv, scratch.gates, scratch.out, state.s[layer],
-        state.replay_k[layer], state.replay_delta[layer], state.replay_factor[layer],
-        layout.slots, layout.firsts, layout.counts,
-        V=values, REPEAT=values // keys, DK=spec.key_dim, DV=spec.value_dim, C=spec.conv_channels,
-        ROWS=rows, PK=pk, BV=tile, OVERLAP=LAUNCH.overlap, **LAUNCH.options(1, 1),
+        scratch.qkv,
+        scratch.gates,
+        scratch.out,
+        state.s[layer],
+        state.replay_k[layer],
+        state.replay_delta[layer],
+        state.replay_factor[layer],
+        layout.slots,
+        layout.firsts,
+        layout.counts,
+        V=values,
+        REPEAT=values // keys,
+        DK=spec.key_dim,
+        DV=spec.value_dim,
+        C=spec.conv_channels,
+        ROWS=rows,
+        PK=pk,
+        BV=tile,
+        OVERLAP=LAUNCH.overlap,
+        **LAUNCH.options(1, 1),
     )
     gate_heads(scratch.out, projected, weights, spec, eps, out)
 
 
 def convolve_heads(
-    projected: Tensor, weights: GdnWeights, history: Tensor, row_slots: Tensor, starts: Tensor, spec: GdnSpec,
-    qkv: Tensor, gates: Tensor, *, chunk: bool,
+    projected: Tensor,
+    weights: GdnWeights,
+    history: Tensor,
+    row_slots: Tensor,
+    starts: Tensor,
+    spec: GdnSpec,
+    qkv: Tensor,
+    gates: Tensor,
+    *,
+    chunk: bool,
 ) -> None:
-    """projected [R, ...] -> qkv fp32 [R, C] and gates fp32 [R, V, 2]; history [slots, width-1 + rows, C]. See `_heads`."""
+    """projected [R, ...] -> qkv fp32 [R, C], gates fp32 [R, V, 2]; history [slots, width-1 + rows, C]. See `_heads`."""
     keys, values = spec.num_key_heads, spec.num_value_heads
     num_rows = projected.shape[0]
     tile = 16 if chunk else 1
     _heads[(triton.cdiv(num_rows, tile), 2 * keys + values)](
-        projected, weights.conv, weights.decay, weights.dt_bias, history, qkv, gates, row_slots, starts, num_rows,
-        K=keys, V=values, DK=spec.key_dim, DV=spec.value_dim, C=spec.conv_channels, WIDTH=spec.conv_width,
-        ROWS=history.shape[1] - spec.conv_width + 1, CHUNK=chunk, BT=tile,
+        projected,
+        weights.conv,
+        weights.decay,
+        weights.dt_bias,
+        history,
+        qkv,
+        gates,
+        row_slots,
+        starts,
+        num_rows,
+        K=keys,
+        V=values,
+        DK=spec.key_dim,
+        DV=spec.value_dim,
+        C=spec.conv_channels,
+        WIDTH=spec.conv_width,
+        ROWS=history.shape[1] - spec.conv_width + 1,
+        CHUNK=chunk,
+        BT=tile,
         P=triton.next_power_of_2(max(spec.key_dim, spec.value_dim)),
-        OVERLAP=LAUNCH.overlap, **LAUNCH.options(4 if chunk else 1, 1),
+        OVERLAP=LAUNCH.overlap,
+        **LAUNCH.options(4 if chunk else 1, 1),
     )
 
 
@@ -290,9 +399,18 @@ def gate_heads(
     # A program per head while there are few rows, so that the chip is full; else it would only be full of starts.
     tile = 1 if num_rows <= 64 else 16
     _gate[(num_rows, triton.cdiv(spec.num_value_heads, tile))](
-        x, projected, weights.norm, out, eps,
-        V=spec.num_value_heads, DV=spec.value_dim, C=spec.conv_channels, SILU=spec.gate == "silu",
-        BH=tile, PV=triton.next_power_of_2(spec.value_dim), OVERLAP=LAUNCH.overlap,
+        x,
+        projected,
+        weights.norm,
+        out,
+        eps,
+        V=spec.num_value_heads,
+        DV=spec.value_dim,
+        C=spec.conv_channels,
+        SILU=spec.gate == "silu",
+        BH=tile,
+        PV=triton.next_power_of_2(spec.value_dim),
+        OVERLAP=LAUNCH.overlap,
         **LAUNCH.options(1 if tile == 1 else 4, 1),
     )
 
@@ -303,10 +421,20 @@ def commit_rows(state: SlotState, kept: Tensor, spec: GdnSpec) -> None:
     rows = state.replay_k.shape[2]
     if layers:
         _replay[(layers * slots, spec.num_value_heads)](
-            state.s, state.replay_k, state.replay_delta, state.replay_factor, kept,
-            SLOTS=slots, V=spec.num_value_heads, DK=spec.key_dim, DV=spec.value_dim, ROWS=rows,
-            PK=triton.next_power_of_2(spec.key_dim), PV=triton.next_power_of_2(spec.value_dim),
-            OVERLAP=LAUNCH.overlap, **LAUNCH.options(8, 1),
+            state.s,
+            state.replay_k,
+            state.replay_delta,
+            state.replay_factor,
+            kept,
+            SLOTS=slots,
+            V=spec.num_value_heads,
+            DK=spec.key_dim,
+            DV=spec.value_dim,
+            ROWS=rows,
+            PK=triton.next_power_of_2(spec.key_dim),
+            PV=triton.next_power_of_2(spec.value_dim),
+            OVERLAP=LAUNCH.overlap,
+            **LAUNCH.options(8, 1),
         )
         _shift_history(state.conv, state.conv_history, kept)
     if state.ple.shape[0]:
@@ -317,8 +445,14 @@ def _shift_history(buffer: Tensor, history: int, kept: Tensor) -> None:
     layers, slots, total, columns = buffer.shape
     tile = 256
     _shift[(layers * slots, triton.cdiv(columns, tile))](
-        buffer, kept,
-        SLOTS=slots, HISTORY=history, ROWS=total - history, C=columns,
-        PH=triton.next_power_of_2(history), BC=tile,
-        OVERLAP=LAUNCH.overlap, **LAUNCH.options(4, 1),
+        buffer,
+        kept,
+        SLOTS=slots,
+        HISTORY=history,
+        ROWS=total - history,
+        C=columns,
+        PH=triton.next_power_of_2(history),
+        BC=tile,
+        OVERLAP=LAUNCH.overlap,
+        **LAUNCH.options(4, 1),
     )

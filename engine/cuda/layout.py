@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from engine.interface import MAX_SLOTS
 from engine.state import WINDOW_ROWS
@@ -24,7 +23,18 @@ class WindowLayout:
     that of place 0 again where none is.
     """
 
-    __slots__ = ("_host", "counts", "firsts", "lasts", "num_places", "packed", "positions", "row_slots", "slots", "starts")
+    __slots__ = (
+        "_host",
+        "counts",
+        "firsts",
+        "lasts",
+        "num_places",
+        "packed",
+        "positions",
+        "row_slots",
+        "slots",
+        "starts",
+    )
 
     def __init__(self, device: torch.device, num_places: int = MAX_SLOTS) -> None:
         self.num_places = num_places
@@ -45,7 +55,16 @@ class WindowLayout:
         lasts = [f + n - 1 for f, n in zip(firsts, counts, strict=True)]
         rows = [(b, j) for b, n in enumerate(counts) for j in range(n)]
         unused = MAX_ROWS - len(rows)
-        values = [*slots, *[0] * empty, *firsts, *[0] * empty, *counts, *[0] * empty, *lasts, *lasts[:1] * empty]
+        values = [
+            *slots,
+            *[0] * empty,
+            *firsts,
+            *[0] * empty,
+            *counts,
+            *[0] * empty,
+            *lasts,
+            *lasts[:1] * empty,
+        ]
         values += [slots[b] for b, _ in rows] + [0] * unused
         values += [starts[b] + j for b, j in rows] + [0] * unused
         values += [firsts[b] for b, _ in rows] + [0] * unused

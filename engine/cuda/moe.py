@@ -5,7 +5,10 @@ chose its expert; then it multiplies for all rows that chose it. A row's arithme
 
 """
 
-# pyright: reportUnknownParameterType=false, reportMissingParameterType=false, reportUntypedFunctionDecorator=false
+# Kernels are another language in Python's clothes.
+# pyright: reportUnknownParameterType=false, reportMissingParameterType=false
+# pyright: reportUntypedFunctionDecorator=false, reportIndexIssue=false, reportPossiblyUnbound=false
+# ruff: noqa: E741 - I is the width of an expert
 
 from __future__ import annotations
 
@@ -30,7 +33,8 @@ _ROW_TILE = 16
 
 @dataclass(frozen=True, slots=True)
 class MoeWeights:
-    """head bf16 [E + 1 + 2*shared, padded to 8, H]: router, shared gate, shared gate and up rows; shared_down bf16 [H, shared];
+    """head bf16 [E + 1 + 2*shared, padded to 8, H]: router, shared gate, shared gate and up rows;
+    shared_down bf16 [H, shared];
     gate_up 4 bits [E, 2*I, H], gate and up rows alternating; down 4 bits [E, H, I]."""
 
     head: Tensor
@@ -77,11 +81,21 @@ class MoeScratch:
 
 @triton.jit
 def _route(
-    head, weights, ids, shared,
-    ROW: tl.constexpr, E: tl.constexpr, TOP: tl.constexpr, SHARED: tl.constexpr, NORMALIZE: tl.constexpr,
-    PE: tl.constexpr, PT: tl.constexpr, PS: tl.constexpr, OVERLAP: tl.constexpr,
+    head,
+    weights,
+    ids,
+    shared,
+    ROW: tl.constexpr,
+    E: tl.constexpr,
+    TOP: tl.constexpr,
+    SHARED: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    PE: tl.constexpr,
+    PT: tl.constexpr,
+    PS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """Grid (rows): the TOP largest of softmax(router logits), equal ones by rising id; and the shared expert's middle."""
+    """Grid (rows): the TOP largest of softmax(router logits), equal ones by rising id; and the shared middle."""
     row = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, PE)
     t = tl.arange(0, PT)
@@ -150,10 +164,20 @@ def _quarter(x_rows, k, rows, K: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def multiply4(
-    words, scales, n, x_rows, rows, K: tl.constexpr, GROUPS: tl.constexpr,
-    BN: tl.constexpr, BM: tl.constexpr, GROUP: tl.constexpr, QUARTER: tl.constexpr, TILE: tl.constexpr,
+    words,
+    scales,
+    n,
+    x_rows,
+    rows,
+    K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    GROUP: tl.constexpr,
+    QUARTER: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """acc [BN, BM] of output rows n of one expert's words and scales; x_rows at BM rows ([1, BM]), zeros where not `rows`."""
+    """acc [BN, BM] of output rows n of one expert; x_rows point at BM rows ([1, BM]), zeros where not `rows`."""
     q = tl.arange(0, QUARTER)
     line = (n // TILE) * (GROUPS * TILE) + n % TILE
     own = words + line[:, None] * QUARTER + q[None, :]
@@ -177,12 +201,27 @@ def multiply4(
 
 @triton.jit(do_not_specialize=["R"])
 def _gate_up(
-    x, words, scales, ids, hidden, lists,
+    x,
+    words,
+    scales,
+    ids,
+    hidden,
+    lists,
     R,
-    H: tl.constexpr, GROUPS: tl.constexpr, TILES: tl.constexpr, I: tl.constexpr,
-    TOP: tl.constexpr, PT: tl.constexpr, PM: tl.constexpr,
-    BN: tl.constexpr, BM: tl.constexpr, GROUP: tl.constexpr, QUARTER: tl.constexpr, TILE: tl.constexpr,
-    ONE: tl.constexpr, OVERLAP: tl.constexpr,
+    H: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TILES: tl.constexpr,
+    I: tl.constexpr,
+    TOP: tl.constexpr,
+    PT: tl.constexpr,
+    PM: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    GROUP: tl.constexpr,
+    QUARTER: tl.constexpr,
+    TILE: tl.constexpr,
+    ONE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Grid (tiles of rows of gate and up, pairs): hidden [R, TOP, I] = silu(gate) * up.
 
@@ -208,19 +247,46 @@ def _gate_up(
         i = tile * (BN // 2) + tl.arange(0, BN // 2)
         for base in range(0, count, BM):
             row, at, rows = _tile_of_rows(base, count, place, rank, TOP, PM, BM)
-            acc = multiply4(words + first * QUARTER, scales + first, n, x + row[None, :] * H, rows,
-                            H, GROUPS, BN, BM, GROUP, QUARTER, TILE)
+            acc = multiply4(
+                words + first * QUARTER,
+                scales + first,
+                n,
+                x + row[None, :] * H,
+                rows,
+                H,
+                GROUPS,
+                BN,
+                BM,
+                GROUP,
+                QUARTER,
+                TILE,
+            )
             pairs = acc.to(tl.bfloat16).to(tl.float32).reshape(BN // 2, 2, BM)
             gate, up = tl.split(tl.permute(pairs, (0, 2, 1)))
             middle = (gate * sigmoid(gate)).to(tl.bfloat16).to(tl.float32) * up
-            tl.store(hidden + at[None, :] * I + i[:, None], middle, mask=rows[None, :] & (i[:, None] < I))
+            tl.store(
+                hidden + at[None, :] * I + i[:, None], middle, mask=rows[None, :] & (i[:, None] < I)
+            )
 
 
 @triton.jit
 def _down(
-    hidden, words, scales, ids, lists, parts,
-    H: tl.constexpr, GROUPS: tl.constexpr, TILES: tl.constexpr, I: tl.constexpr, PM: tl.constexpr,
-    BN: tl.constexpr, BM: tl.constexpr, GROUP: tl.constexpr, QUARTER: tl.constexpr, TILE: tl.constexpr,
+    hidden,
+    words,
+    scales,
+    ids,
+    lists,
+    parts,
+    H: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TILES: tl.constexpr,
+    I: tl.constexpr,
+    PM: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    GROUP: tl.constexpr,
+    QUARTER: tl.constexpr,
+    TILE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Grid (tiles of output columns, pairs): parts fp32 [R, TOP, H]."""
@@ -235,33 +301,72 @@ def _down(
             c = base + tl.arange(0, BM)
             rows = c < count
             at = tl.load(own + 1 + c, mask=rows, other=0)
-            acc = multiply4(words + first * QUARTER, scales + first, n, hidden + at[None, :] * I, rows,
-                            I, GROUPS, BN, BM, GROUP, QUARTER, TILE)
-            tl.store(parts + at[None, :] * H + n[:, None], acc, mask=rows[None, :] & (n[:, None] < H))
+            acc = multiply4(
+                words + first * QUARTER,
+                scales + first,
+                n,
+                hidden + at[None, :] * I,
+                rows,
+                I,
+                GROUPS,
+                BN,
+                BM,
+                GROUP,
+                QUARTER,
+                TILE,
+            )
+            tl.store(
+                parts + at[None, :] * H + n[:, None], acc, mask=rows[None, :] & (n[:, None] < H)
+            )
 
 
 @triton.jit(do_not_specialize=["R"])
 def _combine(
-    shared, w, head, weights, parts, streams, inject,
+    shared,
+    w,
+    head,
+    weights,
+    parts,
+    streams,
+    inject,
     R,
-    H: tl.constexpr, ROW: tl.constexpr, E: tl.constexpr, SHARED: tl.constexpr, TOP: tl.constexpr, S: tl.constexpr,
-    BN: tl.constexpr, BM: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, OVERLAP: tl.constexpr,
+    H: tl.constexpr,
+    ROW: tl.constexpr,
+    E: tl.constexpr,
+    SHARED: tl.constexpr,
+    TOP: tl.constexpr,
+    S: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    K1: tl.constexpr,
+    K2: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """Grid (tiles of columns): streams += inject (x) (sigmoid(shared gate) * shared down + sum of weighted parts)."""
+    """Grid (tiles of columns, tiles of rows): streams += inject (x) (shared expert, gated, + sum of weighted parts)."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    m = tl.arange(0, BM)
+    m = tl.program_id(1) * BM + tl.arange(0, BM)
     k1 = tl.arange(0, K1)
     in_n = n[:, None] < H
-    w1 = tl.load(w + n[:, None] * SHARED + k1[None, :], mask=in_n & (k1[None, :] < SHARED), other=0.0)
+    w1 = tl.load(
+        w + n[:, None] * SHARED + k1[None, :], mask=in_n & (k1[None, :] < SHARED), other=0.0
+    )
     if K2 > 0:
         k2 = K1 + tl.arange(0, K2)
-        w2 = tl.load(w + n[:, None] * SHARED + k2[None, :], mask=in_n & (k2[None, :] < SHARED), other=0.0)
+        w2 = tl.load(
+            w + n[:, None] * SHARED + k2[None, :], mask=in_n & (k2[None, :] < SHARED), other=0.0
+        )
     wait(OVERLAP)
     in_rows = m[None, :] < R
-    x1 = tl.load(shared + m[None, :] * SHARED + k1[:, None], mask=in_rows & (k1[:, None] < SHARED), other=0.0)
+    x1 = tl.load(
+        shared + m[None, :] * SHARED + k1[:, None], mask=in_rows & (k1[:, None] < SHARED), other=0.0
+    )
     acc = mma(w1, x1, tl.zeros([BN, BM], tl.float32))
     if K2 > 0:
-        x2 = tl.load(shared + m[None, :] * SHARED + k2[:, None], mask=in_rows & (k2[:, None] < SHARED), other=0.0)
+        x2 = tl.load(
+            shared + m[None, :] * SHARED + k2[:, None],
+            mask=in_rows & (k2[:, None] < SHARED),
+            other=0.0,
+        )
         acc = mma(w2, x2, acc)
     gate = tl.load(head + m * ROW + E, mask=m < R, other=0.0).to(tl.float32)
     y = acc.to(tl.bfloat16).to(tl.float32) * sigmoid(gate)[None, :]
@@ -279,7 +384,12 @@ def _combine(
 
 
 def moe_into_streams(
-    x: Tensor, weights: MoeWeights, scratch: MoeScratch, streams: Tensor, inject: Tensor, spec: MoeSpec,
+    x: Tensor,
+    weights: MoeWeights,
+    scratch: MoeScratch,
+    streams: Tensor,
+    inject: Tensor,
+    spec: MoeSpec,
     products: ProductScratch,
 ) -> None:
     """streams bf16 [R, S*H] += outer(inject [R, S], MoE(x bf16 [R, H])), in place; R is at most one row tile."""
@@ -288,10 +398,27 @@ def moe_into_streams(
     route(head, scratch, spec)
     multiply_experts(x, weights, scratch, spec, ExpertTiling())
     first, rest = two_parts(spec.shared_dim)
-    _combine[(triton.cdiv(hidden, 16),)](
-        scratch.shared, weights.shared_down, head, scratch.weights, scratch.parts, streams, inject, num_rows,
-        H=hidden, ROW=head.shape[1], E=spec.num_experts, SHARED=spec.shared_dim, TOP=spec.num_active, S=inject.shape[1],
-        BN=16, BM=row_tile(num_rows), K1=first, K2=rest, OVERLAP=LAUNCH.overlap, **LAUNCH.options(4, 1),
+    _combine[(triton.cdiv(hidden, 16), triton.cdiv(num_rows, _ROW_TILE))](
+        scratch.shared,
+        weights.shared_down,
+        head,
+        scratch.weights,
+        scratch.parts,
+        streams,
+        inject,
+        num_rows,
+        H=hidden,
+        ROW=head.shape[1],
+        E=spec.num_experts,
+        SHARED=spec.shared_dim,
+        TOP=spec.num_active,
+        S=inject.shape[1],
+        BN=16,
+        BM=_ROW_TILE,
+        K1=first,
+        K2=rest,
+        OVERLAP=LAUNCH.overlap,
+        **LAUNCH.options(4, 1),
     )
 
 
@@ -312,17 +439,45 @@ def multiply_experts(
     """scratch.parts of the rows x from scratch.ids."""
     num_rows, hidden = x.shape
     pairs = num_rows * spec.num_active
-    shared = {"I": spec.expert_dim, "H": hidden, "PM": row_tile(num_rows), "BM": _ROW_TILE, "GROUP": GROUP,
-              "QUARTER": QUARTER, "TILE": TILE, "OVERLAP": LAUNCH.overlap}
+    shared = {
+        "I": spec.expert_dim,
+        "H": hidden,
+        "PM": row_tile(num_rows),
+        "BM": _ROW_TILE,
+        "GROUP": GROUP,
+        "QUARTER": QUARTER,
+        "TILE": TILE,
+        "OVERLAP": LAUNCH.overlap,
+    }
     up, down = weights.gate_up, weights.down
     _gate_up[(triton.cdiv(2 * spec.expert_dim, cut.up_rows), pairs)](
-        x, up.words, up.scales, scratch.ids, scratch.hidden, scratch.lists, num_rows,
-        TOP=spec.num_active, PT=triton.next_power_of_2(spec.num_active), ONE=num_rows == 1, GROUPS=up.num_groups, TILES=up.words.shape[1], BN=cut.up_rows, **shared,
+        x,
+        up.words,
+        up.scales,
+        scratch.ids,
+        scratch.hidden,
+        scratch.lists,
+        num_rows,
+        TOP=spec.num_active,
+        PT=triton.next_power_of_2(spec.num_active),
+        ONE=num_rows == 1,
+        GROUPS=up.num_groups,
+        TILES=up.words.shape[1],
+        BN=cut.up_rows,
+        **shared,
         **LAUNCH.options(cut.warps, cut.up_stages),
     )
     _down[(triton.cdiv(hidden, cut.down_rows), pairs)](
-        scratch.hidden, down.words, down.scales, scratch.ids, scratch.lists, scratch.parts,
-        GROUPS=down.num_groups, TILES=down.words.shape[1], BN=cut.down_rows, **shared,
+        scratch.hidden,
+        down.words,
+        down.scales,
+        scratch.ids,
+        scratch.lists,
+        scratch.parts,
+        GROUPS=down.num_groups,
+        TILES=down.words.shape[1],
+        BN=cut.down_rows,
+        **shared,
         **LAUNCH.options(cut.warps, cut.down_stages),
     )
 
@@ -335,8 +490,18 @@ def route(head: Tensor, scratch: MoeScratch, spec: MoeSpec) -> None:
 def route_into(head: Tensor, weights: Tensor, ids: Tensor, shared: Tensor, spec: MoeSpec) -> None:
     """head bf16 [R, rows of MoeWeights.head] -> weights fp32 and ids int32 [R, k], shared bf16 [R, shared]."""
     _route[(head.shape[0],)](
-        head, weights, ids, shared,
-        ROW=head.shape[1], E=spec.num_experts, TOP=spec.num_active, SHARED=spec.shared_dim, NORMALIZE=spec.normalize,
-        PE=triton.next_power_of_2(spec.num_experts), PT=triton.next_power_of_2(spec.num_active),
-        PS=triton.next_power_of_2(spec.shared_dim), OVERLAP=LAUNCH.overlap, **LAUNCH.options(1, 1),
+        head,
+        weights,
+        ids,
+        shared,
+        ROW=head.shape[1],
+        E=spec.num_experts,
+        TOP=spec.num_active,
+        SHARED=spec.shared_dim,
+        NORMALIZE=spec.normalize,
+        PE=triton.next_power_of_2(spec.num_experts),
+        PT=triton.next_power_of_2(spec.num_active),
+        PS=triton.next_power_of_2(spec.shared_dim),
+        OVERLAP=LAUNCH.overlap,
+        **LAUNCH.options(1, 1),
     )

@@ -1,6 +1,8 @@
 """Zero-centred RMS norm of whole rows."""
 
-# pyright: reportUnknownParameterType=false, reportMissingParameterType=false, reportUntypedFunctionDecorator=false
+# Kernels are another language in Python's clothes.
+# pyright: reportUnknownParameterType=false, reportMissingParameterType=false
+# pyright: reportUntypedFunctionDecorator=false, reportIndexIssue=false
 
 from __future__ import annotations
 
@@ -13,7 +15,16 @@ from engine.cuda.primitives import LAUNCH, wait
 
 
 @triton.jit
-def _norm(x, weight, out, eps, W: tl.constexpr, GROUPS: tl.constexpr, P: tl.constexpr, OVERLAP: tl.constexpr):
+def _norm(
+    x,
+    weight,
+    out,
+    eps,
+    W: tl.constexpr,
+    GROUPS: tl.constexpr,
+    P: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """Grid (rows, groups of W columns)."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
@@ -31,7 +42,14 @@ def norm_rows(x: Tensor, weight: Tensor, eps: float, num_groups: int = 1) -> Ten
     out = torch.empty_like(x)
     width = x.shape[1] // num_groups
     _norm[(x.shape[0], num_groups)](
-        x, weight, out, eps, W=width, GROUPS=num_groups, P=triton.next_power_of_2(width),
-        OVERLAP=LAUNCH.overlap, **LAUNCH.options(4 if width < 4096 else 8, 1),
+        x,
+        weight,
+        out,
+        eps,
+        W=width,
+        GROUPS=num_groups,
+        P=triton.next_power_of_2(width),
+        OVERLAP=LAUNCH.overlap,
+        **LAUNCH.options(4 if width < 4096 else 8, 1),
     )
     return out

@@ -1,10 +1,12 @@
 """Draft picks on the device: the noise and the choice of engine.sampling, for rows without history or grammar.
 
-A row's noise key, temperature and truncation come as device tensors, so a chain picks, gates and feeds itself without the
+A row's noise key, temperature and truncation come as device tensors, so a chain picks and feeds itself without the
 host. Equal integers give equal noise; logarithms may differ from the host's in the last bit.
 """
 
-# pyright: reportUnknownParameterType=false, reportMissingParameterType=false, reportUntypedFunctionDecorator=false
+# Kernels are another language in Python's clothes.
+# pyright: reportUnknownParameterType=false, reportMissingParameterType=false
+# pyright: reportUntypedFunctionDecorator=false, reportIndexIssue=false
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ MIX_2 = tl.constexpr(0x94D049BB133111EB - (1 << 64))
 
 @dataclass(frozen=True, slots=True)
 class PickInputs:
-    """Per row: keys int64 (`sampling.row_key`), temperatures fp64 (0: greedy), top_ks int64 (0: all), top_ps and min_ps fp64."""
+    """Per row: keys int64 (`sampling.row_key`), temperatures fp64 (0: greedy), top_ks int64 (0: all);
+    top_ps and min_ps fp64.
+    """
 
     keys: Tensor
     temperatures: Tensor
@@ -49,8 +53,18 @@ def _gumbel(key, ids):
 
 @triton.jit
 def _best_of_tile(
-    logits, keys, temperatures, values, ids_out, maxima, sums,
-    V, NUM_IDS, TILES: tl.constexpr, BV: tl.constexpr, OVERLAP: tl.constexpr,
+    logits,
+    keys,
+    temperatures,
+    values,
+    ids_out,
+    maxima,
+    sums,
+    V,
+    NUM_IDS,
+    TILES: tl.constexpr,
+    BV: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Grid (rows, tiles): each tile's best noisy logit, and its share of the softmax's sum over all V."""
     row = tl.program_id(0)
@@ -73,8 +87,17 @@ def _best_of_tile(
 
 @triton.jit
 def _best_of_row(
-    logits, values, ids_in, maxima, sums, picks, probabilities,
-    V, TILES: tl.constexpr, PT: tl.constexpr, OVERLAP: tl.constexpr,
+    logits,
+    values,
+    ids_in,
+    maxima,
+    sums,
+    picks,
+    probabilities,
+    V,
+    TILES: tl.constexpr,
+    PT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Grid (rows): pick int64 and its probability under the plain softmax fp32."""
     row = tl.program_id(0)
@@ -87,13 +110,17 @@ def _best_of_row(
     pick = tl.minimum(tl.min(tl.where(value == best, index, V), 0), V - 1)
     maximum = tl.load(maxima + row * TILES + t, mask=inside, other=-float("inf"))
     largest = tl.max(maximum, 0)
-    total = tl.sum(tl.load(sums + row * TILES + t, mask=inside, other=0.0) * tl.exp(maximum - largest), 0)
+    total = tl.sum(
+        tl.load(sums + row * TILES + t, mask=inside, other=0.0) * tl.exp(maximum - largest), 0
+    )
     chosen = tl.load(logits + row.to(tl.int64) * V + pick)
     tl.store(picks + row, pick.to(tl.int64))
     tl.store(probabilities + row, tl.exp(chosen - largest) / total)
 
 
-def pick(logits: Tensor, inputs: PickInputs, num_token_ids: int, *, truncated: bool) -> tuple[Tensor, Tensor]:
+def pick(
+    logits: Tensor, inputs: PickInputs, num_token_ids: int, *, truncated: bool
+) -> tuple[Tensor, Tensor]:
     """logits fp32 [B, vocab] -> picked ids int64 [B] and their plain probabilities fp32 [B]. No host sync.
 
     `truncated` rows have 0 < top_k <= TOP, or are greedy; without it every row takes all ids.
@@ -107,12 +134,33 @@ def pick(logits: Tensor, inputs: PickInputs, num_token_ids: int, *, truncated: b
     picks = torch.empty(num_rows, dtype=torch.int64, device=device)
     probabilities = torch.empty(num_rows, device=device)
     _best_of_tile[(num_rows, tiles)](
-        logits, inputs.keys, inputs.temperatures, values, ids, maxima, sums, vocab, num_token_ids,
-        TILES=tiles, BV=_TILE, OVERLAP=LAUNCH.overlap, **LAUNCH.options(4, 1),
+        logits,
+        inputs.keys,
+        inputs.temperatures,
+        values,
+        ids,
+        maxima,
+        sums,
+        vocab,
+        num_token_ids,
+        TILES=tiles,
+        BV=_TILE,
+        OVERLAP=LAUNCH.overlap,
+        **LAUNCH.options(4, 1),
     )
     _best_of_row[(num_rows,)](
-        logits, values, ids, maxima, sums, picks, probabilities, vocab,
-        TILES=tiles, PT=triton.next_power_of_2(tiles), OVERLAP=LAUNCH.overlap, **LAUNCH.options(4, 1),
+        logits,
+        values,
+        ids,
+        maxima,
+        sums,
+        picks,
+        probabilities,
+        vocab,
+        TILES=tiles,
+        PT=triton.next_power_of_2(tiles),
+        OVERLAP=LAUNCH.overlap,
+        **LAUNCH.options(4, 1),
     )
     if not truncated:
         return picks, probabilities

@@ -1,6 +1,8 @@
-"""Hashed n-gram embedding for a window's rows (model.md 1.7). The table may lie in pinned host memory: 16 short rows a token."""
+"""Hashed n-gram embedding for a window's rows (model.md 1.7). The table may lie in pinned host memory."""
 
-# pyright: reportUnknownParameterType=false, reportMissingParameterType=false, reportUntypedFunctionDecorator=false
+# Kernels are another language in Python's clothes.
+# pyright: reportUnknownParameterType=false, reportMissingParameterType=false
+# pyright: reportUntypedFunctionDecorator=false, reportIndexIssue=false
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PleWeights:
-    """table bf16 [rows, head dim]; key_value bf16 [S*H + H, embed dim]; norms fp32 (1 + w) [S*H]; conv bf16 [width, S*H];
+    """table bf16 [rows, head dim]; key_value bf16 [S*H + H, embed dim]; norms fp32 (1 + w) [S*H];
+    conv bf16 [width, S*H];
     multipliers int64 [ngram_size]; sizes, offsets int64 [heads]."""
 
     index: int
@@ -53,20 +56,34 @@ class PleScratch:
     gated: Tensor
 
     @staticmethod
-    def make(spec: PleSpec, hidden: int, num_streams: int, max_rows: int, device: torch.device) -> PleScratch:
+    def make(
+        spec: PleSpec, hidden: int, num_streams: int, max_rows: int, device: torch.device
+    ) -> PleScratch:
         """Buffers for one geometry."""
 
         def empty(width: int) -> Tensor:
             return torch.empty(max_rows, width, dtype=torch.bfloat16, device=device)
 
         wide = hidden * num_streams
-        return PleScratch(embedded=empty(spec.embed_dim), key_value=empty(wide + hidden), gated=empty(wide))
+        return PleScratch(
+            embedded=empty(spec.embed_dim), key_value=empty(wide + hidden), gated=empty(wide)
+        )
 
 
 @triton.jit
 def _gather(
-    ids, table, multipliers, sizes, offsets, out, eos,
-    CONTEXT: tl.constexpr, PER_NGRAM: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, PD: tl.constexpr,
+    ids,
+    table,
+    multipliers,
+    sizes,
+    offsets,
+    out,
+    eos,
+    CONTEXT: tl.constexpr,
+    PER_NGRAM: tl.constexpr,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    PD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Grid (rows, heads): out [R, HEADS*D]. ids int64 [R, CONTEXT + 1], oldest first."""
@@ -90,8 +107,21 @@ def _gather(
 
 @triton.jit
 def _gate(
-    streams, key_value, norm_key, norm_query, norm_conv, gated, buffer, row_slots, starts, eps,
-    H: tl.constexpr, S: tl.constexpr, HISTORY: tl.constexpr, ROWS: tl.constexpr, PH: tl.constexpr,
+    streams,
+    key_value,
+    norm_key,
+    norm_query,
+    norm_conv,
+    gated,
+    buffer,
+    row_slots,
+    starts,
+    eps,
+    H: tl.constexpr,
+    S: tl.constexpr,
+    HISTORY: tl.constexpr,
+    ROWS: tl.constexpr,
+    PH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Grid (rows, S): the gated value, and its norm behind the slot's convolution history."""
@@ -102,11 +132,17 @@ def _gate(
     inside = h < H
     at = s * H + h
     key = tl.load(key_value + row * ((S + 1) * H) + at, mask=inside, other=0.0).to(tl.float32)
-    value = tl.load(key_value + row * ((S + 1) * H) + S * H + h, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(key_value + row * ((S + 1) * H) + S * H + h, mask=inside, other=0.0).to(
+        tl.float32
+    )
     query = tl.load(streams + row * (S * H) + at, mask=inside, other=0.0).to(tl.float32)
     key *= tl.rsqrt(tl.sum(key * key, 0) / H + eps) * tl.load(norm_key + at, mask=inside, other=0.0)
-    query *= tl.rsqrt(tl.sum(query * query, 0) / H + eps) * tl.load(norm_query + at, mask=inside, other=0.0)
-    dot = tl.sum(key.to(tl.bfloat16).to(tl.float32) * query.to(tl.bfloat16).to(tl.float32), 0) / tl.sqrt(H * 1.0)
+    query *= tl.rsqrt(tl.sum(query * query, 0) / H + eps) * tl.load(
+        norm_query + at, mask=inside, other=0.0
+    )
+    dot = tl.sum(
+        key.to(tl.bfloat16).to(tl.float32) * query.to(tl.bfloat16).to(tl.float32), 0
+    ) / tl.sqrt(H * 1.0)
     size = tl.sqrt(tl.maximum(tl.abs(dot), 1e-6))
     result = sigmoid(tl.where(dot > 0, size, tl.where(dot < 0, -size, 0.0))) * value
     tl.store(gated + row * (S * H) + at, result, mask=inside)
@@ -120,9 +156,19 @@ def _gate(
 
 @triton.jit
 def _convolve(
-    gated, buffer, conv, streams, row_slots, starts,
-    W: tl.constexpr, WIDTH: tl.constexpr, DILATION: tl.constexpr, HISTORY: tl.constexpr, ROWS: tl.constexpr,
-    BC: tl.constexpr, OVERLAP: tl.constexpr,
+    gated,
+    buffer,
+    conv,
+    streams,
+    row_slots,
+    starts,
+    W: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DILATION: tl.constexpr,
+    HISTORY: tl.constexpr,
+    ROWS: tl.constexpr,
+    BC: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Grid (rows, tiles of columns): streams += gated + SiLU(convolution)."""
     row = tl.program_id(0)
@@ -138,36 +184,83 @@ def _convolve(
         total += value * tl.load(conv + tap * W + c, mask=inside, other=0.0).to(tl.float32)
     total = total.to(tl.bfloat16).to(tl.float32)
     added = tl.load(gated + row * W + c, mask=inside, other=0.0).to(tl.float32)
-    added = (added + (total * sigmoid(total)).to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
+    added = (
+        (added + (total * sigmoid(total)).to(tl.bfloat16).to(tl.float32))
+        .to(tl.bfloat16)
+        .to(tl.float32)
+    )
     at = streams + row * W + c
     tl.store(at, tl.load(at, mask=inside, other=0.0).to(tl.float32) + added, mask=inside)
 
 
 def ple_into_streams(
-    streams: Tensor, ids: Tensor, weights: PleWeights, scratch: PleScratch, layout: WindowLayout,
-    state: SlotState, spec: PleSpec, num_streams: int, eps: float, products: ProductScratch,
+    streams: Tensor,
+    ids: Tensor,
+    weights: PleWeights,
+    scratch: PleScratch,
+    layout: WindowLayout,
+    state: SlotState,
+    spec: PleSpec,
+    num_streams: int,
+    eps: float,
+    products: ProductScratch,
 ) -> None:
     """streams bf16 [R, S*H] += the injection, in place; ids int64 [R, context + 1]. Keeps convolution inputs."""
     num_rows, wide = streams.shape
     hidden = wide // num_streams
     embedded = scratch.embedded[:num_rows]
     _gather[(num_rows, spec.num_heads)](
-        ids, weights.table, weights.multipliers, weights.sizes, weights.offsets, embedded, spec.eos_id,
-        CONTEXT=spec.ngram_size - 1, PER_NGRAM=spec.heads_per_ngram, HEADS=spec.num_heads, D=spec.head_dim,
-        PD=triton.next_power_of_2(spec.head_dim), OVERLAP=LAUNCH.overlap, **LAUNCH.options(1, 1),
+        ids,
+        weights.table,
+        weights.multipliers,
+        weights.sizes,
+        weights.offsets,
+        embedded,
+        spec.eos_id,
+        CONTEXT=spec.ngram_size - 1,
+        PER_NGRAM=spec.heads_per_ngram,
+        HEADS=spec.num_heads,
+        D=spec.head_dim,
+        PD=triton.next_power_of_2(spec.head_dim),
+        OVERLAP=LAUNCH.overlap,
+        **LAUNCH.options(1, 1),
     )
     key_value = product(embedded, weights.key_value, scratch.key_value[:num_rows], products)
     buffer = state.ple[weights.index]
     history = state.ple_history
     rows = buffer.shape[1] - history
     _gate[(num_rows, num_streams)](
-        streams, key_value, weights.norm_key, weights.norm_query, weights.norm_conv, scratch.gated, buffer,
-        layout.row_slots, layout.starts, eps,
-        H=hidden, S=num_streams, HISTORY=history, ROWS=rows, PH=triton.next_power_of_2(hidden),
-        OVERLAP=LAUNCH.overlap, **LAUNCH.options(8, 1),
+        streams,
+        key_value,
+        weights.norm_key,
+        weights.norm_query,
+        weights.norm_conv,
+        scratch.gated,
+        buffer,
+        layout.row_slots,
+        layout.starts,
+        eps,
+        H=hidden,
+        S=num_streams,
+        HISTORY=history,
+        ROWS=rows,
+        PH=triton.next_power_of_2(hidden),
+        OVERLAP=LAUNCH.overlap,
+        **LAUNCH.options(8, 1),
     )
     _convolve[(num_rows, triton.cdiv(wide, 1024))](
-        scratch.gated, buffer, weights.conv, streams, layout.row_slots, layout.starts,
-        W=wide, WIDTH=spec.conv_width, DILATION=spec.ngram_size, HISTORY=history, ROWS=rows, BC=1024,
-        OVERLAP=LAUNCH.overlap, **LAUNCH.options(4, 1),
+        scratch.gated,
+        buffer,
+        weights.conv,
+        streams,
+        layout.row_slots,
+        layout.starts,
+        W=wide,
+        WIDTH=spec.conv_width,
+        DILATION=spec.ngram_size,
+        HISTORY=history,
+        ROWS=rows,
+        BC=1024,
+        OVERLAP=LAUNCH.overlap,
+        **LAUNCH.options(4, 1),
     )

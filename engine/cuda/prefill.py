@@ -33,9 +33,9 @@ class Prefill:
         self._model = model
         self._spec = model.spec
         self._state = state
-        spec = model.spec
-        self._hashes = tuple(
-            NgramHash(spec.ple, i, state.device) for i in range(len(spec.ple.layer_ids) if spec.ple else 0)
+        ple = model.spec.ple
+        self._hashes = (
+            tuple(NgramHash(ple, i, state.device) for i in range(len(ple.layer_ids))) if ple else ()
         )
 
     def chunk(self, ids: Tensor, slot: int, start: int) -> Tensor:
@@ -61,7 +61,9 @@ class Prefill:
         """The draft layer's cells [start, start + T): ids int64 [T] at the next positions, streams [T, S*H]."""
         spec, layer = self._spec, self._model.draft
         assert layer is not None
-        embedded = norm_rows(self._model.embedding.index_select(0, ids), layer.norm_embedding, spec.norm_eps)
+        embedded = norm_rows(
+            self._model.embedding.index_select(0, ids), layer.norm_embedding, spec.norm_eps
+        )
         hidden = norm_rows(streams, layer.norm_hidden, spec.norm_eps).view(-1, spec.hidden)
         combined = F.linear(hidden, layer.fc_hidden).view(-1, spec.num_streams, spec.hidden)
         combined = (combined + F.linear(embedded, layer.fc_embedding).unsqueeze(1)).flatten(1)
@@ -79,10 +81,17 @@ class Prefill:
         normed = norm_rows(streams, weights.scale, weights.eps, weights.num_streams)
         down = F.linear(normed, weights.down)
         up = F.linear(F.silu(down[:, : weights.rank]), weights.up)
-        return mix_streams(up, normed, weights.num_streams), down[:, weights.rank : weights.rank + weights.num_streams].tanh().add_(1.0)
+        return mix_streams(up, normed, weights.num_streams), down[
+            :, weights.rank : weights.rank + weights.num_streams
+        ].tanh().add_(1.0)
 
     def _mixer(
-        self, mixed: Tensor, layer: CudaLayer, slot: int, start: int, where: tuple[Tensor, Tensor, Tensor]
+        self,
+        mixed: Tensor,
+        layer: CudaLayer,
+        slot: int,
+        start: int,
+        where: tuple[Tensor, Tensor, Tensor],
     ) -> Tensor:
         if layer.gdn is not None:
             return self._gdn(mixed, layer.gdn, layer.gdn_index, slot, where)
@@ -94,16 +103,27 @@ class Prefill:
         return F.linear(out, layer.qsa.out_proj)
 
     def _gdn(
-        self, mixed: Tensor, weights: GdnWeights, index: int, slot: int, where: tuple[Tensor, Tensor, Tensor]
+        self,
+        mixed: Tensor,
+        weights: GdnWeights,
+        index: int,
+        slot: int,
+        where: tuple[Tensor, Tensor, Tensor],
     ) -> Tensor:
         spec, gdn, state = self._spec, self._spec.gdn, self._state
         projected = F.linear(mixed, weights.in_proj)
         num_rows = mixed.shape[0]
         qkv = torch.empty(num_rows, gdn.conv_channels, device=mixed.device)
         gates = torch.empty(num_rows, gdn.num_value_heads, 2, device=mixed.device)
-        convolve_heads(projected, weights, state.conv[index], where[0], where[2], gdn, qkv, gates, chunk=True)
+        convolve_heads(
+            projected, weights, state.conv[index], where[0], where[2], gdn, qkv, gates, chunk=True
+        )
         history = state.conv[index, slot, : state.conv_history]
-        history.copy_(torch.cat((history, projected[-state.conv_history :, : gdn.conv_channels]))[-state.conv_history :])
+        history.copy_(
+            torch.cat((history, projected[-state.conv_history :, : gdn.conv_channels]))[
+                -state.conv_history :
+            ]
+        )
         out = delta_rule(qkv, gates, state.s[index, slot], gdn.num_key_heads)
         gated = mixed.new_empty(num_rows, gdn.value_channels)
         gate_heads(out, projected, weights, gdn, spec.norm_eps, gated)
@@ -117,7 +137,16 @@ class Prefill:
         q = mixed.new_empty(mixed.shape[0], qsa.num_heads, qsa.head_dim)
         index_q = mixed.new_empty(mixed.shape[0], qsa.num_index_heads, qsa.index_dim)
         write_chunk_cells(
-            projected, weights, q, index_q, model.cos, model.sin, *where, self._state, qsa, self._spec.norm_eps
+            projected,
+            weights,
+            q,
+            index_q,
+            model.cos,
+            model.sin,
+            *where,
+            self._state,
+            qsa,
+            self._spec.norm_eps,
         )
         return projected, q, index_q
 
@@ -137,13 +166,25 @@ class Prefill:
         spec, ple, state = self._spec, self._spec.ple, self._state
         assert ple is not None
         rows = self._hashes[weights.index].rows(ids)
-        embedded = weights.table[rows.to(weights.table.device).flatten()].to(streams.device).view(ids.shape[0], -1)
+        embedded = (
+            weights.table[rows.to(weights.table.device).flatten()]
+            .to(streams.device)
+            .view(ids.shape[0], -1)
+        )
         parts = F.linear(embedded, weights.key_value)
         key, value = parts.split([streams.shape[1], spec.hidden], dim=-1)
         groups = spec.num_streams
-        key = norm_rows(key.contiguous(), weights.norm_key, spec.norm_eps, groups).unflatten(-1, (groups, -1))
-        query = norm_rows(streams, weights.norm_query, spec.norm_eps, groups).unflatten(-1, (groups, -1))
-        dot = (key.to(torch.float32) * query.to(torch.float32)).sum(-1, keepdim=True).mul_(spec.hidden**-0.5)
+        key = norm_rows(key.contiguous(), weights.norm_key, spec.norm_eps, groups).unflatten(
+            -1, (groups, -1)
+        )
+        query = norm_rows(streams, weights.norm_query, spec.norm_eps, groups).unflatten(
+            -1, (groups, -1)
+        )
+        dot = (
+            (key.to(torch.float32) * query.to(torch.float32))
+            .sum(-1, keepdim=True)
+            .mul_(spec.hidden**-0.5)
+        )
         gate = torch.sigmoid(dot.abs().clamp_min_(1e-6).sqrt_().mul_(dot.sign()))
         gated = (gate * value.unsqueeze(-2)).to(streams.dtype).flatten(-2)
         normed = norm_rows(gated, weights.norm_conv, spec.norm_eps, groups)
@@ -153,5 +194,8 @@ class Prefill:
         num_rows = streams.shape[0]
         total = torch.zeros(streams.shape, device=streams.device)
         for tap in range(ple.conv_width):
-            total.addcmul_(padded[tap * ple.ngram_size :][:num_rows].to(torch.float32), weights.conv[tap].to(torch.float32))
+            total.addcmul_(
+                padded[tap * ple.ngram_size :][:num_rows].to(torch.float32),
+                weights.conv[tap].to(torch.float32),
+            )
         streams.add_(gated.add_(F.silu(total.to(streams.dtype))))

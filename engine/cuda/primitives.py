@@ -1,10 +1,12 @@
 """What the kernels share: overlapped starts, unpacking of 4-bit weights, and what a launch needs.
 
-Kernels of a window form one chain. Each starts while its predecessor still runs (programmatic dependent launch), may load
-weights, and waits for its inputs only then. On the CPU, under Triton's interpreter, that is left out.
+Kernels of a window form one chain. Each starts while its predecessor still runs (programmatic dependent launch), may
+load weights, and waits for its inputs only then. On the CPU, under Triton's interpreter, that is left out.
 """
 
-# pyright: reportUnknownParameterType=false, reportMissingParameterType=false, reportUntypedFunctionDecorator=false
+# Kernels are another language in Python's clothes.
+# pyright: reportUnknownParameterType=false, reportMissingParameterType=false
+# pyright: reportUntypedFunctionDecorator=false, reportIndexIssue=false
 
 from __future__ import annotations
 

@@ -3,7 +3,9 @@
 Every program reads its rows of the weight once, whatever the number of input rows, and sums along K in one order.
 """
 
-# pyright: reportUnknownParameterType=false, reportMissingParameterType=false, reportUntypedFunctionDecorator=false
+# Kernels are another language in Python's clothes.
+# pyright: reportUnknownParameterType=false, reportMissingParameterType=false
+# pyright: reportUntypedFunctionDecorator=false, reportIndexIssue=false
 
 from __future__ import annotations
 
@@ -23,11 +25,23 @@ _PARTIAL_VALUES = 256 * 64 * 64
 
 @triton.jit(do_not_specialize=["R"])
 def _product(
-    x, w, out, streams, inject, partial, counters,
-    R, N,
-    K: tl.constexpr, PIECE: tl.constexpr, SPLITS: tl.constexpr,
-    BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
-    STREAMS: tl.constexpr, OVERLAP: tl.constexpr,
+    x,
+    w,
+    out,
+    streams,
+    inject,
+    partial,
+    counters,
+    R,
+    N,
+    K: tl.constexpr,
+    PIECE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+    STREAMS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """out [R, N] = x [R, K] w^T [N, K]; or, with STREAMS > 0, streams [R, S*N] += inject [R, S] (x) that.
 
@@ -39,12 +53,19 @@ def _product(
     m = tl.program_id(1) * BM + tl.arange(0, BM)
     k = piece * PIECE + tl.arange(0, BK)
     rows = n[:, None].to(tl.int64) * K
+    # The first weights come while the kernel before still runs.
+    w0 = tl.load(w + rows + k[None, :], mask=(n[:, None] < N) & (k[None, :] < K), other=0.0)
     wait(OVERLAP)
-    acc = tl.zeros([BN, BM], tl.float32)
-    for first in range(0, PIECE, BK):
+    x0 = tl.load(
+        x + m[None, :] * K + k[:, None], mask=(m[None, :] < R) & (k[:, None] < K), other=0.0
+    )
+    acc = mma(w0, x0, tl.zeros([BN, BM], tl.float32))
+    for first in range(BK, PIECE, BK):
         c = first + k
         wt = tl.load(w + rows + c[None, :], mask=(n[:, None] < N) & (c[None, :] < K), other=0.0)
-        xt = tl.load(x + m[None, :] * K + c[:, None], mask=(m[None, :] < R) & (c[:, None] < K), other=0.0)
+        xt = tl.load(
+            x + m[None, :] * K + c[:, None], mask=(m[None, :] < R) & (c[:, None] < K), other=0.0
+        )
         acc = mma(wt, xt, acc)
     done = True
     if SPLITS > 1:
@@ -101,7 +122,7 @@ class ProductScratch:
 
 
 def tiling(n: int, k: int) -> Tiling:
-    """Enough programs to fill the chip, whatever the rows: large weights by tiles of rows, small ones by columns too."""
+    """Enough programs to fill the chip, whatever the rows: large weights cut by rows, small ones by columns too."""
     if n >= 8192 or k < 1024:
         return Tiling(64 if n >= 8192 else 16, 128, -(-k // 128) * 128, 4, 4)
     pieces = max(1, min(k // 512, 144 // -(-n // 64)))
@@ -116,14 +137,24 @@ def product(x: Tensor, w: Tensor, out: Tensor, scratch: ProductScratch) -> Tenso
 
 
 def product_into_streams(
-    x: Tensor, w: Tensor, streams: Tensor, inject: Tensor, scratch: ProductScratch,
+    x: Tensor,
+    w: Tensor,
+    streams: Tensor,
+    inject: Tensor,
+    scratch: ProductScratch,
 ) -> None:
     """streams [R, S*N] += outer(inject [R, S], x w^T), in place."""
     launch(x, w, streams, streams, inject, scratch, tiling(*w.shape))
 
 
 def launch(
-    x: Tensor, w: Tensor, out: Tensor, streams: Tensor | None, inject: Tensor | None, scratch: ProductScratch, cut: Tiling,
+    x: Tensor,
+    w: Tensor,
+    out: Tensor,
+    streams: Tensor | None,
+    inject: Tensor | None,
+    scratch: ProductScratch,
+    cut: Tiling,
 ) -> None:
     """One launch with a given tiling."""
     num_rows = x.shape[0]
@@ -135,10 +166,21 @@ def launch(
         # The counters know one tile of rows.
         cut, splits = Tiling(16, cut.bk, triton.cdiv(k, cut.bk) * cut.bk, cut.warps, cut.stages), 1
     _product[(triton.cdiv(n, cut.bn), row_tiles, splits)](
-        x, w, out, streams if streams is not None else out, inject if inject is not None else x,
-        scratch.partial, scratch.counters,
-        num_rows, n,
-        K=k, PIECE=cut.piece, SPLITS=splits, BN=cut.bn, BM=bm, BK=cut.bk,
+        x,
+        w,
+        out,
+        streams if streams is not None else out,
+        inject if inject is not None else x,
+        scratch.partial,
+        scratch.counters,
+        num_rows,
+        n,
+        K=k,
+        PIECE=cut.piece,
+        SPLITS=splits,
+        BN=cut.bn,
+        BM=bm,
+        BK=cut.bk,
         STREAMS=0 if inject is None else inject.shape[1],
         OVERLAP=LAUNCH.overlap,
         **LAUNCH.options(cut.warps, cut.stages),

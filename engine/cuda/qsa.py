@@ -1,10 +1,12 @@
-"""Sparse attention for a window's rows (model.md 1.5): cells written, blocks selected, keys read, all by position alone.
+"""Sparse attention for a window's rows (model.md 1.5): cells written, blocks selected, keys read, all by position.
 
 Whatever a row may see is cut into SPLITS parts by its own length only, and the parts are joined in order: so a row's
 arithmetic does not depend on its company.
 """
 
-# pyright: reportUnknownParameterType=false, reportMissingParameterType=false, reportUntypedFunctionDecorator=false
+# Kernels are another language in Python's clothes.
+# pyright: reportUnknownParameterType=false, reportMissingParameterType=false
+# pyright: reportUntypedFunctionDecorator=false, reportIndexIssue=false
 
 from __future__ import annotations
 
@@ -110,13 +112,38 @@ def _norm_and_turn(
 
 @triton.jit(do_not_specialize=["ring_from"])
 def _write_cells(
-    projected, q_norm, k_norm, iq_norm, ik_norm, cos, sin,
-    q_out, iq_out, k_cache, v_cache, ring, old_ring, blocks,
-    row_slots, positions, starts,
-    eps, capacity, num_blocks, ring_from,
-    A: tl.constexpr, N: tl.constexpr, D: tl.constexpr, IH: tl.constexpr, ID: tl.constexpr,
-    BLOCK: tl.constexpr, ROT: tl.constexpr, RING: tl.constexpr,
-    PD: tl.constexpr, PI: tl.constexpr, OVERLAP: tl.constexpr,
+    projected,
+    q_norm,
+    k_norm,
+    iq_norm,
+    ik_norm,
+    cos,
+    sin,
+    q_out,
+    iq_out,
+    k_cache,
+    v_cache,
+    ring,
+    old_ring,
+    blocks,
+    row_slots,
+    positions,
+    starts,
+    eps,
+    capacity,
+    num_blocks,
+    ring_from,
+    A: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    IH: tl.constexpr,
+    ID: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROT: tl.constexpr,
+    RING: tl.constexpr,
+    PD: tl.constexpr,
+    PI: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Grid (rows, A + 2*N + IH + 1): one head each. Writes q, index q, K, V, the raw index key and a finished block."""
     row = tl.program_id(0)
@@ -145,26 +172,60 @@ def _write_cells(
         tl.store(v_cache + ((slot * N + h) * capacity + position) * D + i, value, mask=i < D)
     elif head < A + 2 * N + IH:
         h = head - A - 2 * N
-        turned = _norm_and_turn(source + INDEX + h * ID, iq_norm, cos_row, sin_row, eps, ID, ROT, PI)
+        turned = _norm_and_turn(
+            source + INDEX + h * ID, iq_norm, cos_row, sin_row, eps, ID, ROT, PI
+        )
         tl.store(iq_out + (row * IH + h) * ID + x, turned, mask=x < ID)
     else:
         raw = tl.load(source + INDEX + IH * ID + x, mask=x < ID, other=0.0)
-        tl.store(ring + (slot * RING + position % RING) * ID + x, raw, mask=(x < ID) & (row >= ring_from))
+        tl.store(
+            ring + (slot * RING + position % RING) * ID + x, raw, mask=(x < ID) & (row >= ring_from)
+        )
         if (position + 1) % BLOCK == 0:
             start = tl.load(starts + row)
             first = position - (BLOCK - 1)
-            _pool(projected, old_ring + slot * RING * ID, ik_norm, cos + first.to(tl.int64) * ROT,
-                  sin + first.to(tl.int64) * ROT, blocks + (slot * num_blocks + first // BLOCK) * ID,
-                  row, start, position, eps, ROW, INDEX + IH * ID, ID, BLOCK, ROT, RING, PI)
+            _pool(
+                projected,
+                old_ring + slot * RING * ID,
+                ik_norm,
+                cos + first.to(tl.int64) * ROT,
+                sin + first.to(tl.int64) * ROT,
+                blocks + (slot * num_blocks + first // BLOCK) * ID,
+                row,
+                start,
+                position,
+                eps,
+                ROW,
+                INDEX + IH * ID,
+                ID,
+                BLOCK,
+                ROT,
+                RING,
+                PI,
+            )
 
 
 @triton.jit
 def _pool(
-    projected, ring, norm, cos_row, sin_row, out, row, start, position, eps,
-    ROW: tl.constexpr, OFFSET: tl.constexpr, ID: tl.constexpr, BLOCK: tl.constexpr, ROT: tl.constexpr,
-    RING: tl.constexpr, PI: tl.constexpr,
+    projected,
+    ring,
+    norm,
+    cos_row,
+    sin_row,
+    out,
+    row,
+    start,
+    position,
+    eps,
+    ROW: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ID: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROT: tl.constexpr,
+    RING: tl.constexpr,
+    PI: tl.constexpr,
 ):
-    """The index key of the block that ends at `position`: rows of this window from `projected`, older ones from the ring."""
+    """The index key of the block that ends at `position`: rows of this window from `projected`, older from the ring."""
     i = tl.arange(0, PI)
     j = tl.where(i < ROT // 2, i + ROT // 2, i - ROT // 2)
     total = tl.zeros([PI], tl.float32)
@@ -184,14 +245,27 @@ def _pool(
     cos = tl.load(cos_row + i, mask=i < ROT, other=0.0).to(tl.float32)
     sin = tl.load(sin_row + i, mask=i < ROT, other=0.0).to(tl.float32)
     root = tl.rsqrt(tl.sum(raw * raw, 0) / ID + eps)
-    tl.store(out + i, _turned(raw, partner, weight, partner_weight, cos, sin, i, root, ROT), mask=i < ID)
+    tl.store(
+        out + i, _turned(raw, partner, weight, partner_weight, cos, sin, i, root, ROT), mask=i < ID
+    )
 
 
 @triton.jit
 def _score(
-    index_q, blocks, scores, row_slots, positions, num_blocks,
-    IH: tl.constexpr, ID: tl.constexpr, BLOCK: tl.constexpr, DENSE: tl.constexpr, PROGRAMS: tl.constexpr,
-    BB: tl.constexpr, PI: tl.constexpr, OVERLAP: tl.constexpr,
+    index_q,
+    blocks,
+    scores,
+    row_slots,
+    positions,
+    num_blocks,
+    IH: tl.constexpr,
+    ID: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DENSE: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    BB: tl.constexpr,
+    PI: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Grid (rows, PROGRAMS): scores fp32 [R, blocks] of complete blocks, for rows that see more than DENSE tokens."""
     row = tl.program_id(0)
@@ -206,18 +280,30 @@ def _score(
         for tile in range(part, tl.cdiv(complete, BB), PROGRAMS):
             b = tile * BB + tl.arange(0, BB)
             inside = (b[:, None] < complete) & (i[None, :] < ID)
-            key = tl.load(keys + b[:, None] * ID + i[None, :], mask=inside, other=0.0).to(tl.float32)
+            key = tl.load(keys + b[:, None] * ID + i[None, :], mask=inside, other=0.0).to(
+                tl.float32
+            )
             total = tl.zeros([BB], tl.float32)
             for h in tl.static_range(IH):
-                q = tl.load(index_q + (row * IH + h) * ID + i, mask=i < ID, other=0.0).to(tl.float32)
+                q = tl.load(index_q + (row * IH + h) * ID + i, mask=i < ID, other=0.0).to(
+                    tl.float32
+                )
                 total += tl.maximum(tl.sum(key * q[None, :], 1), 0.0)
             tl.store(scores + row.to(tl.int64) * num_blocks + b, total, mask=b < complete)
 
 
 @triton.jit
 def _select(
-    scores, chosen, positions, num_blocks,
-    BLOCK: tl.constexpr, DENSE: tl.constexpr, BUDGET: tl.constexpr, BB: tl.constexpr, MASK: tl.constexpr, OVERLAP: tl.constexpr,
+    scores,
+    chosen,
+    positions,
+    num_blocks,
+    BLOCK: tl.constexpr,
+    DENSE: tl.constexpr,
+    BUDGET: tl.constexpr,
+    BB: tl.constexpr,
+    MASK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Grid (rows): the BUDGET blocks of largest score, ascending; among equal ones at the cut the earliest.
 
@@ -272,9 +358,26 @@ def _select(
 
 @triton.jit
 def _attend(
-    q, k_cache, v_cache, chosen, parts, sums, row_slots, positions, capacity, scale,
-    A: tl.constexpr, N: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, DENSE: tl.constexpr,
-    BUDGET: tl.constexpr, SPLITS: tl.constexpr, BC: tl.constexpr, PA: tl.constexpr, PD: tl.constexpr,
+    q,
+    k_cache,
+    v_cache,
+    chosen,
+    parts,
+    sums,
+    row_slots,
+    positions,
+    capacity,
+    scale,
+    A: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DENSE: tl.constexpr,
+    BUDGET: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BC: tl.constexpr,
+    PA: tl.constexpr,
+    PD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Grid (rows, N, SPLITS): parts fp32 [R, SPLITS, A, D] and sums [R, SPLITS, A, 2] (maximum, sum of weights)."""
@@ -305,7 +408,9 @@ def _attend(
         cell = i
         if sparse:
             block = tl.load(chosen + row * BUDGET + i // BLOCK, mask=i < BUDGET * BLOCK, other=0)
-            cell = tl.where(i < BUDGET * BLOCK, block * BLOCK + i % BLOCK, complete * BLOCK + i - BUDGET * BLOCK)
+            cell = tl.where(
+                i < BUDGET * BLOCK, block * BLOCK + i % BLOCK, complete * BLOCK + i - BUDGET * BLOCK
+            )
         at = (base + cell) * D
         valid = inside[:, None] & (d[None, :] < D)
         key = tl.load(k_cache + at[:, None] + d[None, :], mask=valid, other=0.0)
@@ -326,9 +431,16 @@ def _attend(
 
 @triton.jit
 def _join(
-    parts, sums, projected, out,
-    A: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, SPLITS: tl.constexpr,
-    PD: tl.constexpr, OVERLAP: tl.constexpr,
+    parts,
+    sums,
+    projected,
+    out,
+    A: tl.constexpr,
+    D: tl.constexpr,
+    ROW: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Grid (rows, A): out bf16 [R, A*D] = joined parts times sigmoid of the gate."""
     row = tl.program_id(0)
@@ -342,54 +454,147 @@ def _join(
     shrink = tl.exp(best - tl.max(best, 0))
     part = tl.load(parts + at[:, None] * D + d[None, :], mask=d[None, :] < D, other=0.0)
     joined = tl.sum(part * shrink[:, None], 0) / tl.sum(total * shrink, 0)
-    gate = tl.load(projected + row * ROW + (2 * head + 1) * D + d, mask=d < D, other=0.0).to(tl.float32)
+    gate = tl.load(projected + row * ROW + (2 * head + 1) * D + d, mask=d < D, other=0.0).to(
+        tl.float32
+    )
     value = joined.to(tl.bfloat16).to(tl.float32) * sigmoid(gate).to(tl.bfloat16).to(tl.float32)
     tl.store(out + (row * A + head) * D + d, value, mask=d < D)
 
 
 def write_cells(
-    projected: Tensor, weights: QsaWeights, scratch: QsaScratch, cos: Tensor, sin: Tensor,
-    row_slots: Tensor, positions: Tensor, starts: Tensor, state: SlotState, spec: QsaSpec, eps: float,
+    projected: Tensor,
+    weights: QsaWeights,
+    scratch: QsaScratch,
+    cos: Tensor,
+    sin: Tensor,
+    row_slots: Tensor,
+    positions: Tensor,
+    starts: Tensor,
+    state: SlotState,
+    spec: QsaSpec,
+    eps: float,
 ) -> None:
     """projected bf16 [R, rows of in_proj] -> the rows' cells in `state`, and scratch.q, scratch.index_q."""
     ring = state.index_ring[weights.index]
-    _write(projected, weights, scratch.q, scratch.index_q, cos, sin, row_slots, positions, starts, state, spec, eps, ring, 0)
+    _write(
+        projected,
+        weights,
+        scratch.q,
+        scratch.index_q,
+        cos,
+        sin,
+        row_slots,
+        positions,
+        starts,
+        state,
+        spec,
+        eps,
+        ring,
+        0,
+    )
 
 
 def write_chunk_cells(
-    projected: Tensor, weights: QsaWeights, q: Tensor, index_q: Tensor, cos: Tensor, sin: Tensor,
-    row_slots: Tensor, positions: Tensor, starts: Tensor, state: SlotState, spec: QsaSpec, eps: float,
+    projected: Tensor,
+    weights: QsaWeights,
+    q: Tensor,
+    index_q: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    row_slots: Tensor,
+    positions: Tensor,
+    starts: Tensor,
+    state: SlotState,
+    spec: QsaSpec,
+    eps: float,
 ) -> None:
     """As `write_cells` for consecutive rows of one slot, more of them than the ring holds."""
     # Rows are written in any order: the last ones must stay in the ring, and old ones be read before they are replaced.
     old = state.index_ring[weights.index].clone()
     first_kept = max(0, projected.shape[0] - RING_ROWS)
-    _write(projected, weights, q, index_q, cos, sin, row_slots, positions, starts, state, spec, eps, old, first_kept)
+    _write(
+        projected,
+        weights,
+        q,
+        index_q,
+        cos,
+        sin,
+        row_slots,
+        positions,
+        starts,
+        state,
+        spec,
+        eps,
+        old,
+        first_kept,
+    )
 
 
 def _write(
-    projected: Tensor, weights: QsaWeights, q: Tensor, index_q: Tensor, cos: Tensor, sin: Tensor,
-    row_slots: Tensor, positions: Tensor, starts: Tensor, state: SlotState, spec: QsaSpec, eps: float,
-    old_ring: Tensor, ring_from: int,
+    projected: Tensor,
+    weights: QsaWeights,
+    q: Tensor,
+    index_q: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    row_slots: Tensor,
+    positions: Tensor,
+    starts: Tensor,
+    state: SlotState,
+    spec: QsaSpec,
+    eps: float,
+    old_ring: Tensor,
+    ring_from: int,
 ) -> None:
     num_rows = projected.shape[0]
     layer = weights.index
     heads = spec.num_heads + 2 * spec.num_kv_heads + spec.num_index_heads + 1
     _write_cells[(num_rows, heads)](
-        projected, weights.q_norm, weights.k_norm, weights.index_q_norm, weights.index_k_norm, cos, sin,
-        q, index_q, state.k[layer], state.v[layer], state.index_ring[layer], old_ring,
-        state.index_blocks[layer], row_slots, positions, starts,
-        eps, state.capacity, state.index_blocks.shape[2], ring_from,
-        A=spec.num_heads, N=spec.num_kv_heads, D=spec.head_dim, IH=spec.num_index_heads, ID=spec.index_dim,
-        BLOCK=spec.block_tokens, ROT=spec.rotary_dim, RING=RING_ROWS,
-        PD=triton.next_power_of_2(spec.head_dim), PI=triton.next_power_of_2(spec.index_dim),
-        OVERLAP=LAUNCH.overlap, **LAUNCH.options(1, 1),
+        projected,
+        weights.q_norm,
+        weights.k_norm,
+        weights.index_q_norm,
+        weights.index_k_norm,
+        cos,
+        sin,
+        q,
+        index_q,
+        state.k[layer],
+        state.v[layer],
+        state.index_ring[layer],
+        old_ring,
+        state.index_blocks[layer],
+        row_slots,
+        positions,
+        starts,
+        eps,
+        state.capacity,
+        state.index_blocks.shape[2],
+        ring_from,
+        A=spec.num_heads,
+        N=spec.num_kv_heads,
+        D=spec.head_dim,
+        IH=spec.num_index_heads,
+        ID=spec.index_dim,
+        BLOCK=spec.block_tokens,
+        ROT=spec.rotary_dim,
+        RING=RING_ROWS,
+        PD=triton.next_power_of_2(spec.head_dim),
+        PI=triton.next_power_of_2(spec.index_dim),
+        OVERLAP=LAUNCH.overlap,
+        **LAUNCH.options(1, 1),
     )
 
 
 def attend(
-    projected: Tensor, weights: QsaWeights, scratch: QsaScratch, row_slots: Tensor, positions: Tensor,
-    state: SlotState, spec: QsaSpec, out: Tensor,
+    projected: Tensor,
+    weights: QsaWeights,
+    scratch: QsaScratch,
+    row_slots: Tensor,
+    positions: Tensor,
+    state: SlotState,
+    spec: QsaSpec,
+    out: Tensor,
 ) -> None:
     """Rows described by scratch.q, scratch.index_q and the gates in `projected` -> out bf16 [R, A*D]."""
     num_rows = projected.shape[0]
@@ -399,42 +604,93 @@ def attend(
     dim = max(16, triton.next_power_of_2(spec.head_dim))
     group = spec.num_heads // spec.num_kv_heads
     _attend[(num_rows, spec.num_kv_heads, SPLITS)](
-        scratch.q, state.k[layer], state.v[layer], scratch.blocks, scratch.parts, scratch.sums,
-        row_slots, positions, state.capacity, spec.head_dim**-0.5,
-        A=spec.num_heads, N=spec.num_kv_heads, D=spec.head_dim, BLOCK=spec.block_tokens,
-        DENSE=spec.dense_tokens, BUDGET=spec.budget_blocks, SPLITS=SPLITS, BC=_KEY_TILE,
-        PA=max(16, triton.next_power_of_2(group)), PD=dim, OVERLAP=LAUNCH.overlap, **LAUNCH.options(4, 2),
+        scratch.q,
+        state.k[layer],
+        state.v[layer],
+        scratch.blocks,
+        scratch.parts,
+        scratch.sums,
+        row_slots,
+        positions,
+        state.capacity,
+        spec.head_dim**-0.5,
+        A=spec.num_heads,
+        N=spec.num_kv_heads,
+        D=spec.head_dim,
+        BLOCK=spec.block_tokens,
+        DENSE=spec.dense_tokens,
+        BUDGET=spec.budget_blocks,
+        SPLITS=SPLITS,
+        BC=_KEY_TILE,
+        PA=max(16, triton.next_power_of_2(group)),
+        PD=dim,
+        OVERLAP=LAUNCH.overlap,
+        **LAUNCH.options(4, 2),
     )
     _join[(num_rows, spec.num_heads)](
-        scratch.parts, scratch.sums, projected, out,
-        A=spec.num_heads, D=spec.head_dim, ROW=projected.shape[1], SPLITS=SPLITS, PD=dim,
-        OVERLAP=LAUNCH.overlap, **LAUNCH.options(2, 1),
+        scratch.parts,
+        scratch.sums,
+        projected,
+        out,
+        A=spec.num_heads,
+        D=spec.head_dim,
+        ROW=projected.shape[1],
+        SPLITS=SPLITS,
+        PD=dim,
+        OVERLAP=LAUNCH.overlap,
+        **LAUNCH.options(2, 1),
     )
 
 
 def _choose_blocks(
-    num_rows: int, weights: QsaWeights, scratch: QsaScratch, row_slots: Tensor, positions: Tensor,
-    state: SlotState, spec: QsaSpec,
+    num_rows: int,
+    weights: QsaWeights,
+    scratch: QsaScratch,
+    row_slots: Tensor,
+    positions: Tensor,
+    state: SlotState,
+    spec: QsaSpec,
 ) -> None:
     stride = scratch.scores.shape[1]
     blocks = state.index_blocks[weights.index]
     assert stride == blocks.shape[1]
     _score[(num_rows, _SCORE_PROGRAMS)](
-        scratch.index_q, blocks, scratch.scores, row_slots, positions, stride,
-        IH=spec.num_index_heads, ID=spec.index_dim, BLOCK=spec.block_tokens, DENSE=spec.dense_tokens,
-        PROGRAMS=_SCORE_PROGRAMS, BB=_SCORE_TILE, PI=triton.next_power_of_2(spec.index_dim),
-        OVERLAP=LAUNCH.overlap, **LAUNCH.options(4, 2),
+        scratch.index_q,
+        blocks,
+        scratch.scores,
+        row_slots,
+        positions,
+        stride,
+        IH=spec.num_index_heads,
+        ID=spec.index_dim,
+        BLOCK=spec.block_tokens,
+        DENSE=spec.dense_tokens,
+        PROGRAMS=_SCORE_PROGRAMS,
+        BB=_SCORE_TILE,
+        PI=triton.next_power_of_2(spec.index_dim),
+        OVERLAP=LAUNCH.overlap,
+        **LAUNCH.options(4, 2),
     )
     select_blocks(scratch.scores[:num_rows], scratch.blocks, positions, spec)
 
 
-def select_blocks(scores: Tensor, chosen: Tensor, positions: Tensor, spec: QsaSpec, *, marks: bool = False) -> None:
+def select_blocks(
+    scores: Tensor, chosen: Tensor, positions: Tensor, spec: QsaSpec, *, marks: bool = False
+) -> None:
     """scores fp32 [R, blocks] -> chosen: int32 [R, budget], ascending; or int32 [R, ceil(blocks / 16)], 16 marks each.
 
     Rows that see no more than the budget are left alone.
     """
     _select[(scores.shape[0],)](
-        scores, chosen, positions, scores.shape[1],
-        BLOCK=spec.block_tokens, DENSE=spec.dense_tokens, BUDGET=spec.budget_blocks, BB=_SELECT_TILE,
-        MASK=marks, OVERLAP=LAUNCH.overlap, **LAUNCH.options(8, 1),
+        scores,
+        chosen,
+        positions,
+        scores.shape[1],
+        BLOCK=spec.block_tokens,
+        DENSE=spec.dense_tokens,
+        BUDGET=spec.budget_blocks,
+        BB=_SELECT_TILE,
+        MASK=marks,
+        OVERLAP=LAUNCH.overlap,
+        **LAUNCH.options(8, 1),
     )

@@ -1,8 +1,8 @@
 """Experts in 4 bits: symmetric, one scale per GROUP input columns of a row. Plain torch; kernels read what this packs.
 
 TILE rows of one group lie together, so that a program which walks along K reads one run of memory. A word holds four
-weights of one group, QUARTER columns apart: nibble j of word w is column j * QUARTER + w of its group. So the nibbles of
-consecutive words are consecutive columns, and a kernel multiplies a quarter at a time.
+weights of one group, QUARTER columns apart: nibble j of word w is column j * QUARTER + w of its group. So the nibbles
+of consecutive words are consecutive columns, and a kernel multiplies a quarter at a time.
 """
 
 from __future__ import annotations

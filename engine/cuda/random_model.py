@@ -1,6 +1,7 @@
 """A model of the real geometry with random weights, for measuring and for comparing kernels with the torch layers.
 
-The n-gram table is made small: its rows are gathered, never multiplied, so its size changes no time but its own loading.
+The n-gram table is made small: its rows are gathered, never multiplied, so its size changes no time but that of
+loading.
 """
 
 from __future__ import annotations
@@ -19,12 +20,19 @@ REAL_CONFIG: dict[str, Any] = {
     "vocab_size": 248320,
     "hidden_size": 2560,
     "num_hidden_layers": 48,
+    "rms_norm_eps": 1e-6,
     "full_attention_interval": 4,
     "num_attention_heads": 24,
     "num_key_value_heads": 2,
     "head_dim": 256,
     "max_position_embeddings": 262144,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [11, 11, 10],
+        "mrope_interleaved": True,
+    },
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 48,
     "linear_key_head_dim": 128,
@@ -105,12 +113,17 @@ class RandomTensors:
         """Random words and one plausible scale: for timing, without making the weights they stand for."""
         scales = packed_shape(*shape)
         words = torch.randint(
-            -(1 << 15), 1 << 15, (*scales, QUARTER), dtype=torch.int16, device=self._device,
+            -(1 << 15),
+            1 << 15,
+            (*scales, QUARTER),
+            dtype=torch.int16,
+            device=self._device,
             generator=self._generator(name),
         )
         plausible = shape[-1] ** -0.5 / 4.6
         return Packed4(
-            words=words, scales=torch.full(scales, plausible, dtype=torch.bfloat16, device=self._device)
+            words=words,
+            scales=torch.full(scales, plausible, dtype=torch.bfloat16, device=self._device),
         )
 
     def _normal(self, name: str, shape: tuple[int, ...]) -> Tensor:

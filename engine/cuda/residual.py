@@ -4,7 +4,9 @@ The first multiplies the un-normed streams and leaves the norm's scale to the se
 stream: so that the columns can be cut into slices that many programs read at once.
 """
 
-# pyright: reportUnknownParameterType=false, reportMissingParameterType=false, reportUntypedFunctionDecorator=false
+# Kernels are another language in Python's clothes.
+# pyright: reportUnknownParameterType=false, reportMissingParameterType=false
+# pyright: reportUntypedFunctionDecorator=false, reportIndexIssue=false, reportPossiblyUnbound=false
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ _MAX_SLICE = 512
 
 @dataclass(frozen=True, slots=True)
 class ResidualWeights:
-    """scale fp32 [S*H] = (1 + w) / S; down bf16 [rank + S padded to 8, or rank, S*H], injection rows halved; up bf16 [S*H, rank]."""
+    """scale fp32 [S*H] = (1 + w) / S; down bf16 [rank + S padded to 8, or rank, S*H], injection rows halved;
+    up bf16 [S*H, rank]."""
 
     scale: Tensor
     down: Tensor
@@ -54,7 +57,9 @@ class ResidualScratch:
     root: Tensor
 
     @staticmethod
-    def make(hidden: int, num_streams: int, rank: int, max_rows: int, device: torch.device) -> ResidualScratch:
+    def make(
+        hidden: int, num_streams: int, rank: int, max_rows: int, device: torch.device
+    ) -> ResidualScratch:
         """Buffers for one geometry."""
         rows = row_tile(max_rows)
         slices = num_streams * num_slices(hidden)
@@ -74,10 +79,19 @@ def num_slices(hidden: int) -> int:
 
 @triton.jit(do_not_specialize=["R"])
 def _down(
-    x, scale, w, partial, squares,
+    x,
+    scale,
+    w,
+    partial,
+    squares,
     R,
-    W: tl.constexpr, NOUT: tl.constexpr, SLICE: tl.constexpr,
-    BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, OVERLAP: tl.constexpr,
+    W: tl.constexpr,
+    NOUT: tl.constexpr,
+    SLICE: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Grid (output tiles, slices of all streams): partial fp32 [slices, NPAD, BM], squares fp32 [slices, BM].
 
@@ -90,10 +104,14 @@ def _down(
     k = tl.arange(0, BK)
     c = part * SLICE + k
     in_k = k < SLICE
-    wt = tl.load(w + n[:, None] * W + c[None, :], mask=(n[:, None] < NOUT) & in_k[None, :], other=0.0)
+    wt = tl.load(
+        w + n[:, None] * W + c[None, :], mask=(n[:, None] < NOUT) & in_k[None, :], other=0.0
+    )
     factor = tl.load(scale + c, mask=in_k, other=0.0)
     wait(OVERLAP)
-    xt = tl.load(x + m[None, :] * W + c[:, None], mask=(m[None, :] < R) & in_k[:, None], other=0.0).to(tl.float32)
+    xt = tl.load(
+        x + m[None, :] * W + c[:, None], mask=(m[None, :] < R) & in_k[:, None], other=0.0
+    ).to(tl.float32)
     acc = mma(wt, (xt * factor[:, None]).to(tl.bfloat16), tl.zeros([BN, BM], tl.float32))
     NPAD: tl.constexpr = (NOUT + BN - 1) // BN * BN
     tl.store(partial + (part * NPAD + n[:, None]) * BM + m[None, :], acc)
@@ -103,12 +121,24 @@ def _down(
 
 @triton.jit
 def _join(
-    partial, squares, low, root, inject,
+    partial,
+    squares,
+    low,
+    root,
+    inject,
     eps,
-    H: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr, NOUT: tl.constexpr, NPAD: tl.constexpr,
-    SLICES: tl.constexpr, PS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, OVERLAP: tl.constexpr,
+    H: tl.constexpr,
+    S: tl.constexpr,
+    RANK: tl.constexpr,
+    NOUT: tl.constexpr,
+    NPAD: tl.constexpr,
+    SLICES: tl.constexpr,
+    PS: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """Grid (output tiles, rows): adds the slices up, each times its stream's norm; then SiLU or the injection's gate."""
+    """Grid (output tiles, rows): adds the slices up, each times its stream's norm; then SiLU or the gate."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     row = tl.program_id(1)
     j = tl.arange(0, PS)
@@ -122,16 +152,29 @@ def _join(
     tl.store(low + row * RANK + n, value * sigmoid(value), mask=n < RANK)
     if NOUT > RANK:
         # 1 + tanh(x) = 2 sigmoid(2x); the weight's rows are halved already.
-        tl.store(inject + row * S + n - RANK, 2.0 * sigmoid(2.0 * value), mask=(n >= RANK) & (n < NOUT))
+        tl.store(
+            inject + row * S + n - RANK, 2.0 * sigmoid(2.0 * value), mask=(n >= RANK) & (n < NOUT)
+        )
     tl.store(root + row * S + tl.arange(0, S), r)
 
 
 @triton.jit(do_not_specialize=["R"])
 def _up(
-    x, scale, w, low, root, out,
+    x,
+    scale,
+    w,
+    low,
+    root,
+    out,
     R,
-    H: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr,
-    BH: tl.constexpr, BM: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, OVERLAP: tl.constexpr,
+    H: tl.constexpr,
+    S: tl.constexpr,
+    RANK: tl.constexpr,
+    BH: tl.constexpr,
+    BM: tl.constexpr,
+    K1: tl.constexpr,
+    K2: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Grid (tiles of columns): out [R, H] = sum over streams of sigmoid(low w^T) times the normed stream."""
     j = tl.arange(0, S * BH)
@@ -146,11 +189,17 @@ def _up(
     factor = tl.load(scale + rows)
     wait(OVERLAP)
     in_rows = m[None, :] < R
-    x1 = tl.load(low + m[None, :] * RANK + k1[:, None], mask=in_rows & (k1[:, None] < RANK), other=0.0)
+    x1 = tl.load(
+        low + m[None, :] * RANK + k1[:, None], mask=in_rows & (k1[:, None] < RANK), other=0.0
+    )
     if K2 > 0:
-        x2 = tl.load(low + m[None, :] * RANK + k2[:, None], mask=in_rows & (k2[:, None] < RANK), other=0.0)
+        x2 = tl.load(
+            low + m[None, :] * RANK + k2[:, None], mask=in_rows & (k2[:, None] < RANK), other=0.0
+        )
     inside = in_rows & (h[:, None] < H)
-    stream = tl.load(x + m[None, :] * (S * H) + rows[:, None], mask=inside, other=0.0).to(tl.float32)
+    stream = tl.load(x + m[None, :] * (S * H) + rows[:, None], mask=inside, other=0.0).to(
+        tl.float32
+    )
     r = tl.load(root + m[None, :] * S + (j // BH)[:, None], mask=inside, other=0.0)
     acc = mma(w1, x1, tl.zeros([S * BH, BM], tl.float32))
     if K2 > 0:
@@ -162,7 +211,11 @@ def _up(
 
 
 def read_streams(
-    streams: Tensor, weights: ResidualWeights, scratch: ResidualScratch, out: Tensor, inject: Tensor | None
+    streams: Tensor,
+    weights: ResidualWeights,
+    scratch: ResidualScratch,
+    out: Tensor,
+    inject: Tensor | None,
 ) -> None:
     """streams bf16 [R, S*H] -> out bf16 [R, H] and, unless None, injection weights inject bf16 [R, S]."""
     num_rows, width = streams.shape
@@ -175,18 +228,52 @@ def read_streams(
     first, rest = two_parts(weights.rank)
     shared = {"BM": rows, "OVERLAP": LAUNCH.overlap}
     _down[(tiles, s * slices)](
-        streams, weights.scale, weights.down, scratch.partial, scratch.squares, num_rows,
-        W=width, NOUT=num_out, SLICE=hidden // slices, BN=_DOWN_TILE,
-        BK=triton.next_power_of_2(hidden // slices), **shared, **LAUNCH.options(4, 1),
+        streams,
+        weights.scale,
+        weights.down,
+        scratch.partial,
+        scratch.squares,
+        num_rows,
+        W=width,
+        NOUT=num_out,
+        SLICE=hidden // slices,
+        BN=_DOWN_TILE,
+        BK=triton.next_power_of_2(hidden // slices),
+        **shared,
+        **LAUNCH.options(4, 1),
     )
     _join[(tiles, num_rows)](
-        scratch.partial, scratch.squares, scratch.low, scratch.root, inject if inject is not None else scratch.low,
+        scratch.partial,
+        scratch.squares,
+        scratch.low,
+        scratch.root,
+        inject if inject is not None else scratch.low,
         weights.eps,
-        H=hidden, S=s, RANK=weights.rank, NOUT=num_out, NPAD=tiles * _DOWN_TILE, SLICES=slices, PS=triton.next_power_of_2(slices), BN=_DOWN_TILE,
-        **shared, **LAUNCH.options(1, 1),
+        H=hidden,
+        S=s,
+        RANK=weights.rank,
+        NOUT=num_out,
+        NPAD=tiles * _DOWN_TILE,
+        SLICES=slices,
+        PS=triton.next_power_of_2(slices),
+        BN=_DOWN_TILE,
+        **shared,
+        **LAUNCH.options(1, 1),
     )
     _up[(triton.cdiv(hidden, _UP_TILE),)](
-        streams, weights.scale, weights.up, scratch.low, scratch.root, out, num_rows,
-        H=hidden, S=s, RANK=weights.rank, BH=_UP_TILE, K1=first, K2=rest,
-        **shared, **LAUNCH.options(4, 1),
+        streams,
+        weights.scale,
+        weights.up,
+        scratch.low,
+        scratch.root,
+        out,
+        num_rows,
+        H=hidden,
+        S=s,
+        RANK=weights.rank,
+        BH=_UP_TILE,
+        K1=first,
+        K2=rest,
+        **shared,
+        **LAUNCH.options(4, 1),
     )

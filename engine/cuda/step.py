@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,11 +16,11 @@ from torch import Tensor
 from engine.cuda.gdn import GdnScratch, commit_rows, gdn_window
 from engine.cuda.layout import MAX_ROWS, WindowLayout
 from engine.cuda.moe import MoeScratch, moe_into_streams
+from engine.cuda.norm import norm_rows
 from engine.cuda.picks import PickInputs, pick
 from engine.cuda.ple import PleScratch, ple_into_streams
 from engine.cuda.products import ProductScratch, product, product_into_streams
 from engine.cuda.qsa import QsaScratch, attend, write_cells
-from engine.cuda.norm import norm_rows
 from engine.cuda.residual import ResidualScratch, read_streams
 from engine.interface import MAX_SLOTS, MAX_SPEC
 
@@ -63,17 +63,25 @@ def _make_buffers(spec: ModelSpec, capacity: int, device: torch.device) -> _Buff
         streams=empty(spec.stream_width),
         mixed=empty(spec.hidden),
         inject=empty(spec.num_streams),
-        projected=torch.empty(MAX_ROWS * max(gdn_rows, _qsa_rows(spec)), dtype=torch.bfloat16, device=device),
+        projected=torch.empty(
+            MAX_ROWS * max(gdn_rows, _qsa_rows(spec)), dtype=torch.bfloat16, device=device
+        ),
         middle=torch.empty(
-            MAX_ROWS * max(gdn.value_channels, qsa.num_heads * qsa.head_dim), dtype=torch.bfloat16, device=device
+            MAX_ROWS * max(gdn.value_channels, qsa.num_heads * qsa.head_dim),
+            dtype=torch.bfloat16,
+            device=device,
         ),
         logits=empty(spec.vocab_size, torch.float32),
         products=ProductScratch.make(device),
-        residual=ResidualScratch.make(spec.hidden, spec.num_streams, spec.mix_rank, MAX_ROWS, device),
+        residual=ResidualScratch.make(
+            spec.hidden, spec.num_streams, spec.mix_rank, MAX_ROWS, device
+        ),
         gdn=GdnScratch.make(gdn, MAX_ROWS, device),
         qsa=QsaScratch.make(qsa, capacity, MAX_ROWS, device),
         moe=MoeScratch.make(spec.moe, spec.hidden, MAX_ROWS, device),
-        ple=PleScratch.make(spec.ple, spec.hidden, spec.num_streams, MAX_ROWS, device) if spec.ple else None,
+        ple=PleScratch.make(spec.ple, spec.hidden, spec.num_streams, MAX_ROWS, device)
+        if spec.ple
+        else None,
     )
 
 
@@ -89,9 +97,9 @@ class Graphs:
     def __init__(self, *, enabled: bool) -> None:
         self._enabled = enabled
         self._graphs: dict[object, torch.cuda.CUDAGraph] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
 
-    def run(self, key: object, work: Callable[[], None]) -> None:
+    def run(self, key: object, work: Callable[[], object]) -> None:
         """Run `work`, from its graph if there is one. `work` reads and writes fixed tensors only."""
         if not self._enabled:
             work()
@@ -104,12 +112,12 @@ class Graphs:
             return
         self._graphs[key].replay()
 
-    def capture(self, key: object, work: Callable[[], None]) -> None:
+    def capture(self, key: object, work: Callable[[], object]) -> None:
         """Capture ahead of use; the state that `work` changes is changed once."""
         if self._enabled and key not in self._graphs:
             self.run(key, work)
 
-    def _capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def _capture(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             work()
@@ -125,31 +133,37 @@ class CudaStep:
         self.state = state
         self.layout = WindowLayout(state.device)
         self.draft_layout = WindowLayout(state.device)
-        self._buffers = _make_buffers(model.spec, state.capacity, state.device)
+        self.buffers = _make_buffers(model.spec, state.capacity, state.device)
         self._draft = _DraftBuffers.make(model.spec, state) if model.draft is not None else None
         self._graphs = Graphs(enabled=graphs)
         self._kept = torch.zeros(state.s.shape[1], dtype=torch.int32, device=state.device)
 
     # Windows
 
-    def window(self, ids: Tensor, slots: Sequence[int], counts: Sequence[int], starts: Sequence[int]) -> Tensor:
+    def window(
+        self, ids: Tensor, slots: Sequence[int], counts: Sequence[int], starts: Sequence[int]
+    ) -> Tensor:
         """One verify window; ids int64 [R, context + 1], each row's id last. Nothing is committed.
 
         Returns the streams after the last layer, bf16 [R, S*H]: valid until the next window. `logits` has the logits.
         """
         num_rows = ids.shape[0]
         self.layout.fill(slots, counts, starts)
-        self._buffers.ids[: ids.numel()].copy_(ids.flatten())
+        self.buffers.ids[: ids.numel()].copy_(ids.flatten())
         self._graphs.run(("window", num_rows), lambda: self._window(num_rows))
-        return self._buffers.streams[:num_rows]
+        return self.buffers.streams[:num_rows]
+
+    def replay_window(self, num_rows: int) -> None:
+        """Run the last window's graph again on the same inputs, for measuring: S moves on once more."""
+        self._graphs.run(("window", num_rows), lambda: self._window(num_rows))
 
     def logits(self, num_rows: int) -> Tensor:
         """fp32 logits [R, vocab] of the last window: valid until the next."""
-        return self._buffers.logits[:num_rows]
+        return self.buffers.logits[:num_rows]
 
     def owns(self, streams: Tensor) -> bool:
         """Whether these are the last window's streams."""
-        return streams.data_ptr() == self._buffers.streams.data_ptr()
+        return streams.data_ptr() == self.buffers.streams.data_ptr()
 
     def commit(self, kept: dict[int, int]) -> None:
         """Keep the first rows of each slot's last window."""
@@ -161,7 +175,7 @@ class CudaStep:
         commit_rows(self.state, self._kept, self.model.spec.gdn)
 
     def _window(self, num_rows: int) -> None:
-        model, spec, b = self.model, self.model.spec, self._buffers
+        model, spec, b = self.model, self.model.spec, self.buffers
         context = spec.ple.ngram_size if spec.ple else 1
         ids = b.ids[: num_rows * context].view(num_rows, context)
         streams = b.streams[:num_rows]
@@ -171,75 +185,126 @@ class CudaStep:
                 assert spec.ple is not None
                 assert b.ple is not None
                 ple_into_streams(
-                    streams, ids, layer.ple, b.ple, self.layout, self.state, spec.ple, spec.num_streams, spec.norm_eps,
+                    streams,
+                    ids,
+                    layer.ple,
+                    b.ple,
+                    self.layout,
+                    self.state,
+                    spec.ple,
+                    spec.num_streams,
+                    spec.norm_eps,
                     b.products,
                 )
             if layer.gdn is not None:
-                mixed, inject = self._read(streams, layer.mixer_residual)
-                projected = product(mixed, layer.gdn.in_proj, self._projected(num_rows, layer.gdn.in_proj), b.products)
-                middle = self._middle(num_rows, spec.gdn.value_channels)
+                mixed, inject = self.read(streams, layer.mixer_residual)
+                projected = product(
+                    mixed,
+                    layer.gdn.in_proj,
+                    self.projected(num_rows, layer.gdn.in_proj),
+                    b.products,
+                )
+                middle = self.middle(num_rows, spec.gdn.value_channels)
                 gdn_window(
-                    projected, layer.gdn, b.gdn, self.layout, self.state, layer.gdn_index, spec.gdn, spec.norm_eps, middle
+                    projected,
+                    layer.gdn,
+                    b.gdn,
+                    self.layout,
+                    self.state,
+                    layer.gdn_index,
+                    spec.gdn,
+                    spec.norm_eps,
+                    middle,
                 )
-                product_into_streams(
-                    middle, layer.gdn.out_proj, streams, inject, b.products
-                )
+                product_into_streams(middle, layer.gdn.out_proj, streams, inject, b.products)
             else:
                 assert layer.qsa is not None
-                mixed, inject = self._read(streams, layer.mixer_residual)
+                mixed, inject = self.read(streams, layer.mixer_residual)
                 self._attention(mixed, layer.qsa, streams, inject)
-            mixed, inject = self._read(streams, layer.moe_residual)
+            mixed, inject = self.read(streams, layer.moe_residual)
             moe_into_streams(mixed, layer.moe, b.moe, streams, inject, spec.moe, b.products)
         self._head(streams, model.final, b.logits[:num_rows])
 
-    def _read(self, streams: Tensor, weights: ResidualWeights) -> tuple[Tensor, Tensor]:
+    def read(self, streams: Tensor, weights: ResidualWeights) -> tuple[Tensor, Tensor]:
         """The mixed row and injection weights."""
         num_rows = streams.shape[0]
-        mixed, inject = self._buffers.mixed[:num_rows], self._buffers.inject[:num_rows]
-        read_streams(streams, weights, self._buffers.residual, mixed, inject if weights.has_inject else None)
+        mixed, inject = self.buffers.mixed[:num_rows], self.buffers.inject[:num_rows]
+        read_streams(
+            streams, weights, self.buffers.residual, mixed, inject if weights.has_inject else None
+        )
         return mixed, inject
 
-    def _projected(self, num_rows: int, weight: Tensor) -> Tensor:
+    def projected(self, num_rows: int, weight: Tensor) -> Tensor:
         width = weight.shape[0]
-        return self._buffers.projected[: num_rows * width].view(num_rows, width)
+        return self.buffers.projected[: num_rows * width].view(num_rows, width)
 
-    def _middle(self, num_rows: int, width: int) -> Tensor:
-        return self._buffers.middle[: num_rows * width].view(num_rows, width)
+    def middle(self, num_rows: int, width: int) -> Tensor:
+        return self.buffers.middle[: num_rows * width].view(num_rows, width)
 
     def _head(self, streams: Tensor, final: ResidualWeights, logits: Tensor) -> None:
-        mixed, _ = self._read(streams, final)
-        product(mixed, self.model.head, logits, self._buffers.products)
+        mixed, _ = self.read(streams, final)
+        product(mixed, self.model.head, logits, self.buffers.products)
 
     def _attention(
         self, mixed: Tensor, weights: QsaWeights, streams: Tensor, inject: Tensor
     ) -> None:
-        spec, layout, b = self.model.spec, self.layout, self._buffers
+        spec, layout, b = self.model.spec, self.layout, self.buffers
         num_rows = mixed.shape[0]
-        projected = self._projected(num_rows, weights.in_proj)
+        projected = self.projected(num_rows, weights.in_proj)
         product(mixed, weights.in_proj, projected, b.products)
-        self._write(projected, weights, layout, num_rows)
-        middle = self._middle(num_rows, spec.qsa.num_heads * spec.qsa.head_dim)
-        attend(projected, weights, b.qsa, layout.row_slots, layout.positions, self.state, spec.qsa, middle)
+        self.write_cells(projected, weights, layout, num_rows)
+        middle = self.middle(num_rows, spec.qsa.num_heads * spec.qsa.head_dim)
+        attend(
+            projected,
+            weights,
+            b.qsa,
+            layout.row_slots,
+            layout.positions,
+            self.state,
+            spec.qsa,
+            middle,
+        )
         product_into_streams(middle, weights.out_proj, streams, inject, b.products)
 
-    def _write(self, projected: Tensor, weights: QsaWeights, layout: WindowLayout, num_rows: int) -> None:
+    def write_cells(
+        self, projected: Tensor, weights: QsaWeights, layout: WindowLayout, num_rows: int
+    ) -> None:
         model, spec = self.model, self.model.spec
         write_cells(
-            projected, weights, self._buffers.qsa, model.cos, model.sin,
-            layout.row_slots, layout.positions, layout.starts, self.state, spec.qsa, spec.norm_eps,
+            projected,
+            weights,
+            self.buffers.qsa,
+            model.cos,
+            model.sin,
+            layout.row_slots,
+            layout.positions,
+            layout.starts,
+            self.state,
+            spec.qsa,
+            spec.norm_eps,
         )
 
     # Drafts
 
     def read_rows(
-        self, ids: Tensor, streams: Tensor, slots: Sequence[int], counts: Sequence[int], starts: Sequence[int]
+        self,
+        ids: Tensor,
+        streams: Tensor,
+        slots: Sequence[int],
+        counts: Sequence[int],
+        starts: Sequence[int],
     ) -> None:
         """Write the draft layer's cells of R rows: ids int64 [R] at the next positions, streams bf16 [R, S*H]."""
         num_rows = self._fill_draft(ids, streams, slots, counts, starts)
         self._graphs.run(("cells", num_rows), lambda: self._draft_cells(num_rows))
 
     def draft(
-        self, ids: Tensor, streams: Tensor, slots: Sequence[int], counts: Sequence[int], starts: Sequence[int]
+        self,
+        ids: Tensor,
+        streams: Tensor,
+        slots: Sequence[int],
+        counts: Sequence[int],
+        starts: Sequence[int],
     ) -> tuple[Tensor, Tensor]:
         """As `read_rows`, and fp32 logits [B, vocab] and streams bf16 [B, S*H] of each slot's last row.
 
@@ -288,7 +353,12 @@ class CudaStep:
         return self.model.draft
 
     def _fill_draft(
-        self, ids: Tensor, streams: Tensor, slots: Sequence[int], counts: Sequence[int], starts: Sequence[int]
+        self,
+        ids: Tensor,
+        streams: Tensor,
+        slots: Sequence[int],
+        counts: Sequence[int],
+        starts: Sequence[int],
     ) -> int:
         d = self._drafting
         num_rows = ids.shape[0]
@@ -302,31 +372,56 @@ class CudaStep:
         d, layer, layout = self._drafting, self._draft_layer, self.draft_layout
         combined = d.combined[:num_rows]
         self._combine(d.ids[:num_rows], d.input[:num_rows], combined)
-        return self._draft_project(combined, layer.attention, layout.row_slots, layout.positions, layout.starts)
+        return self._draft_project(
+            combined, layer.attention, layout.row_slots, layout.positions, layout.starts
+        )
 
     def _draft_project(
-        self, combined: Tensor, weights: QsaWeights, row_slots: Tensor, positions: Tensor, starts: Tensor
+        self,
+        combined: Tensor,
+        weights: QsaWeights,
+        row_slots: Tensor,
+        positions: Tensor,
+        starts: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         model, spec = self.model, self.model.spec
-        mixed, inject = self._read(combined, self._draft_layer.attention_residual)
-        projected = product(mixed, weights.in_proj, self._projected(combined.shape[0], weights.in_proj), self._buffers.products)
+        mixed, inject = self.read(combined, self._draft_layer.attention_residual)
+        projected = product(
+            mixed,
+            weights.in_proj,
+            self.projected(combined.shape[0], weights.in_proj),
+            self.buffers.products,
+        )
         write_cells(
-            projected, weights, self._buffers.qsa, model.cos, model.sin,
-            row_slots, positions, starts, self.state, spec.qsa, spec.norm_eps,
+            projected,
+            weights,
+            self.buffers.qsa,
+            model.cos,
+            model.sin,
+            row_slots,
+            positions,
+            starts,
+            self.state,
+            spec.qsa,
+            spec.norm_eps,
         )
         return combined, projected, inject
 
     def _combine(self, ids: Tensor, streams: Tensor, out: Tensor) -> None:
         """The layer's input streams: every stream projected, plus the embedded id."""
         spec, layer = self.model.spec, self._draft_layer
-        embedded = norm_rows(self.model.embedding.index_select(0, ids), layer.norm_embedding, spec.norm_eps)
-        embedded = product(embedded, layer.fc_embedding, torch.empty_like(embedded), self._buffers.products)
+        embedded = norm_rows(
+            self.model.embedding.index_select(0, ids), layer.norm_embedding, spec.norm_eps
+        )
+        embedded = product(
+            embedded, layer.fc_embedding, torch.empty_like(embedded), self.buffers.products
+        )
         hidden = norm_rows(streams, layer.norm_hidden, spec.norm_eps).view(-1, spec.hidden)
-        product(hidden, layer.fc_hidden, out.view(-1, spec.hidden), self._buffers.products)
+        product(hidden, layer.fc_hidden, out.view(-1, spec.hidden), self.buffers.products)
         out.view(-1, spec.num_streams, spec.hidden).add_(embedded.unsqueeze(1))
 
     def _draft_first(self, num_rows: int) -> None:
-        d, layout, qsa = self._drafting, self.draft_layout, self._buffers.qsa
+        d, layout, qsa = self._drafting, self.draft_layout, self.buffers.qsa
         combined, projected, inject = self._draft_cells(num_rows)
         last = layout.lasts
         places = layout.num_places
@@ -341,13 +436,24 @@ class CudaStep:
         """From the last rows' projection to their logits; d.streams becomes the layer's output streams."""
         d, layer, spec = self._drafting, self._draft_layer, self.model.spec
         places = projected.shape[0]
-        middle = self._middle(places, spec.qsa.num_heads * spec.qsa.head_dim)
+        middle = self.middle(places, spec.qsa.num_heads * spec.qsa.head_dim)
         attend(
-            projected, layer.attention, self._buffers.qsa, d.row_slots, d.positions, self.state, spec.qsa, middle
+            projected,
+            layer.attention,
+            self.buffers.qsa,
+            d.row_slots,
+            d.positions,
+            self.state,
+            spec.qsa,
+            middle,
         )
-        product_into_streams(middle, layer.attention.out_proj, d.streams, inject, self._buffers.products)
-        mixed, inject = self._read(d.streams, layer.moe_residual)
-        moe_into_streams(mixed, layer.moe, self._buffers.moe, d.streams, inject, spec.moe, self._buffers.products)
+        product_into_streams(
+            middle, layer.attention.out_proj, d.streams, inject, self.buffers.products
+        )
+        mixed, inject = self.read(d.streams, layer.moe_residual)
+        moe_into_streams(
+            mixed, layer.moe, self.buffers.moe, d.streams, inject, spec.moe, self.buffers.products
+        )
         self._head(d.streams, layer.final, d.logits)
 
     def _chain_first(self, num_rows: int, num_token_ids: int, truncated: bool) -> None:
@@ -360,7 +466,9 @@ class CudaStep:
         d.positions.add_(1)
         combined = d.combined[: d.positions.shape[0]]
         self._combine(d.picks[step - 1], d.streams, combined)
-        _, projected, inject = self._draft_project(combined, layer.attention, d.row_slots, d.positions, d.own_rows)
+        _, projected, inject = self._draft_project(
+            combined, layer.attention, d.row_slots, d.positions, d.own_rows
+        )
         d.streams.copy_(combined)
         self._draft_rest(projected, inject)
         self._chain_pick(step, num_token_ids, truncated)

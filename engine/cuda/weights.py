@@ -216,13 +216,17 @@ class CudaLoader:
         spec, moe = self._spec, self._spec.moe
         gate_up, down = self._experts(f"{prefix}experts.")
         return MoeWeights(
-            head=_padded(self._fused(
-                (f"{prefix}gate.weight", (moe.num_experts, spec.hidden)),
-                (f"{prefix}shared_expert_gate.weight", (1, spec.hidden)),
-                (f"{prefix}shared_expert.gate_proj.weight", (moe.shared_dim, spec.hidden)),
-                (f"{prefix}shared_expert.up_proj.weight", (moe.shared_dim, spec.hidden)),
-            )),
-            shared_down=self._tensor(f"{prefix}shared_expert.down_proj.weight", (spec.hidden, moe.shared_dim)),
+            head=_padded(
+                self._fused(
+                    (f"{prefix}gate.weight", (moe.num_experts, spec.hidden)),
+                    (f"{prefix}shared_expert_gate.weight", (1, spec.hidden)),
+                    (f"{prefix}shared_expert.gate_proj.weight", (moe.shared_dim, spec.hidden)),
+                    (f"{prefix}shared_expert.up_proj.weight", (moe.shared_dim, spec.hidden)),
+                )
+            ),
+            shared_down=self._tensor(
+                f"{prefix}shared_expert.down_proj.weight", (spec.hidden, moe.shared_dim)
+            ),
             gate_up=gate_up,
             down=down,
         )
@@ -241,7 +245,9 @@ class CudaLoader:
             down = self._source.take(f"{prefix}down_proj", (count, hidden, width))
             pairs = [
                 (self._pack_pairs(g), self._pack(d))
-                for g, d in zip(whole.split(_EXPERTS_AT_ONCE), down.split(_EXPERTS_AT_ONCE), strict=True)
+                for g, d in zip(
+                    whole.split(_EXPERTS_AT_ONCE), down.split(_EXPERTS_AT_ONCE), strict=True
+                )
             ]
         else:
             pairs = [
@@ -252,7 +258,11 @@ class CudaLoader:
 
     def _expert_run(self, prefix: str, experts: range) -> tuple[Packed4, Packed4]:
         hidden, width = self._spec.hidden, self._spec.moe.expert_dim
-        shapes = {"gate_proj": (width, hidden), "up_proj": (width, hidden), "down_proj": (hidden, width)}
+        shapes = {
+            "gate_proj": (width, hidden),
+            "up_proj": (width, hidden),
+            "down_proj": (hidden, width),
+        }
         gate, up, down = (
             torch.stack([self._source.take(f"{prefix}{e}.{name}.weight", shape) for e in experts])
             for name, shape in shapes.items()
@@ -305,7 +315,9 @@ class CudaLoader:
             parts = [self._source.take(f"{prefix}weight", (num_rows, ple.head_dim))]
         else:
             shape = (num_rows // ple.num_shards, ple.head_dim)
-            parts = [self._source.take(f"{prefix}shard_{i}.weight", shape) for i in range(ple.num_shards)]
+            parts = [
+                self._source.take(f"{prefix}shard_{i}.weight", shape) for i in range(ple.num_shards)
+            ]
         table = torch.cat([part.to(torch.bfloat16) for part in parts])
         return table.cpu().pin_memory() if self._host_table else table.to(self._device)
 
@@ -315,13 +327,16 @@ class CudaLoader:
     def _fused(self, *parts: tuple[str, tuple[int, int]]) -> Tensor:
         return torch.cat([self._tensor(name, shape) for name, shape in parts])
 
-    def _tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    def _tensor(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16
+    ) -> Tensor:
         return self._source.take(name, shape).to(self._device, dtype).contiguous()
 
 
 def _joined(parts: list[Packed4]) -> Packed4:
     return Packed4(
-        words=torch.cat([part.words for part in parts]), scales=torch.cat([part.scales for part in parts])
+        words=torch.cat([part.words for part in parts]),
+        scales=torch.cat([part.scales for part in parts]),
     )
 
 

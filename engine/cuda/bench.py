@@ -1,0 +1,516 @@
+"""Measures the decode step and prompt reading at the real geometry with random weights. Run by loadtest.h200_bench.
+
+    python -m engine.cuda.bench --out h200.json
+
+Times are medians of graph replays, each with fresh random ids, taken with device events. Floors are bytes that must be
+read once over the copy rate measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from engine.cuda.gdn import gdn_window
+from engine.cuda.layout import MAX_ROWS
+from engine.cuda.moe import ExpertTiling, multiply_experts, route
+from engine.cuda.picks import PickInputs, pick
+from engine.cuda.prefill import Prefill
+from engine.cuda.products import product, product_into_streams
+from engine.cuda.qsa import attend
+from engine.cuda.random_model import REAL_CONFIG, RandomTensors, real_spec
+from engine.cuda.step import ChainPicks, CudaStep
+from engine.cuda.weights import CudaLoader, CudaModel
+from engine.state import SlotState
+
+_LAYOUTS = ((1,), (1, 1, 1, 1), (5,), (5, 5, 5, 5))
+_CONTEXTS = (512, 8192)
+_REPEATS = 20
+_PARKED_TOKENS = 9000
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What is measured: one model over one state."""
+
+    model: CudaModel
+    state: SlotState
+    step: CudaStep
+    copy_rate: float
+    """Bytes per second, read and written."""
+
+
+def median_ms(work: Callable[[], object], before: Callable[[], None] = lambda: None) -> float:
+    """Median milliseconds of `work` on the device; `before` runs untimed each time."""
+    times: list[float] = []
+    for _ in range(_REPEATS):
+        before()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def captured(work: Callable[[], None]) -> Callable[[], None]:
+    """`work` as a graph, run twice before."""
+    work()
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
+
+
+def copy_rate() -> float:
+    """Bytes per second of a large copy on the device, reading and writing counted."""
+    source = torch.empty(4 << 30, dtype=torch.uint8, device="cuda").random_(0, 255)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / (median_ms(lambda: target.copy_(source)) * 1e-3)
+
+
+def make(layers: int, max_context: int, num_slots: int) -> Bench:
+    """A random model, its state full of random cells, and its graphs."""
+    device = torch.device("cuda")
+    rate = copy_rate()
+    torch.cuda.empty_cache()
+    source = RandomTensors(device)
+    spec = real_spec(num_hidden_layers=layers)
+    loader = CudaLoader(
+        source, spec, device=device, max_context=max_context, random=source, host_table=True
+    )
+    model = loader.load(with_draft=True)
+    state = SlotState(
+        spec,
+        num_slots=num_slots,
+        max_context=max_context,
+        dtype=torch.bfloat16,
+        kv_dtype=torch.bfloat16,
+        device=device,
+    )
+    for tensor in (state.k, state.v, state.index_blocks, state.index_ring):
+        tensor.normal_()
+    return Bench(model, state, CudaStep(model, state), rate)
+
+
+def random_ids(model: CudaModel, rows: int) -> torch.Tensor:
+    """int64 [rows, context + 1]."""
+    return torch.randint(4, model.spec.vocab_size, (rows, 3), device="cuda")
+
+
+def window_bytes(model: CudaModel, counts: tuple[int, ...], context: int) -> float:
+    """Bytes that a window must read, and S written back: dense weights once, each used expert once, S and keys."""
+    spec = model.spec
+    rows = sum(counts)
+    moe = spec.moe
+    # Rows choose independently here, as random rows do.
+    used = moe.num_experts * (1 - (1 - moe.num_active / moe.num_experts) ** rows)
+    total = model.head.numel() * 2.0 + model.final.num_bytes
+    for layer in model.layers:
+        total += layer.mixer_residual.num_bytes + layer.moe_residual.num_bytes
+        total += 2 * (layer.moe.head.numel() + layer.moe.shared_down.numel())
+        experts = layer.moe.gate_up.num_bytes + layer.moe.down.num_bytes
+        total += experts * used / moe.num_experts
+        if layer.gdn is not None:
+            total += (
+                layer.gdn.num_bytes
+                + len(counts) * 2 * spec.gdn.value_channels * spec.gdn.key_dim * 4
+            )
+        if layer.qsa is not None:
+            cells = (
+                min(context, spec.qsa.budget_tokens)
+                * 2
+                * spec.qsa.num_kv_heads
+                * spec.qsa.head_dim
+                * 2
+            )
+            total += layer.qsa.num_bytes + len(counts) * cells
+        if layer.ple is not None:
+            total += layer.ple.num_bytes
+    return total
+
+
+def windows(bench: Bench) -> list[dict[str, Any]]:
+    """Window times by rows and context, with logits."""
+    found: list[dict[str, Any]] = []
+    for context in _CONTEXTS:
+        for counts in _LAYOUTS:
+            rows, slots = sum(counts), list(range(len(counts)))
+
+            def run(
+                rows: int = rows,
+                slots: list[int] = slots,
+                counts: tuple[int, ...] = counts,
+                at: int = context,
+            ) -> None:
+                bench.step.window(random_ids(bench.model, rows), slots, counts, [at] * len(slots))
+
+            run()
+            ms = median_ms(lambda n=rows: bench.step.replay_window(n), run)
+            floor = window_bytes(bench.model, counts, context) / bench.copy_rate * 1e3
+            found.append(
+                {"rows": rows, "slots": len(slots), "context": context, "ms": ms, "floor_ms": floor}
+            )
+    return found
+
+
+def parts(bench: Bench, rows: int) -> list[dict[str, Any]]:
+    """Each part of the window over all layers by itself, as a graph: ms and the floor of its weights."""
+    step, model, spec = bench.step, bench.model, bench.model.spec
+    b = step.buffers
+    counts = (rows,) if rows <= 5 else (5,) * (rows // 5)
+    step.window(random_ids(model, rows), list(range(len(counts))), counts, [512] * len(counts))
+    streams, mixed, inject = b.streams[:rows], b.mixed[:rows], b.inject[:rows]
+    gdn = [layer for layer in model.layers if layer.gdn is not None]
+    qsa = [layer.qsa for layer in model.layers if layer.qsa is not None]
+
+    def projections() -> None:
+        for layer in model.layers:
+            weight = layer.gdn.in_proj if layer.gdn else layer.qsa.in_proj  # type: ignore[union-attr]
+            product(mixed, weight, step.projected(rows, weight), b.products)
+
+    def outputs() -> None:
+        for layer in model.layers:
+            weight = layer.gdn.out_proj if layer.gdn else layer.qsa.out_proj  # type: ignore[union-attr]
+            product_into_streams(
+                step.middle(rows, weight.shape[1]), weight, streams, inject, b.products
+            )
+
+    def recurrences() -> None:
+        for layer in gdn:
+            assert layer.gdn is not None
+            projected = step.projected(rows, layer.gdn.in_proj)
+            middle = step.middle(rows, spec.gdn.value_channels)
+            gdn_window(
+                projected,
+                layer.gdn,
+                b.gdn,
+                step.layout,
+                bench.state,
+                layer.gdn_index,
+                spec.gdn,
+                spec.norm_eps,
+                middle,
+            )
+
+    def attentions() -> None:
+        for weights in qsa:
+            projected = step.projected(rows, weights.in_proj)
+            step.write_cells(projected, weights, step.layout, rows)
+            middle = step.middle(rows, spec.qsa.num_heads * spec.qsa.head_dim)
+            attend(
+                projected,
+                weights,
+                b.qsa,
+                step.layout.row_slots,
+                step.layout.positions,
+                bench.state,
+                spec.qsa,
+                middle,
+            )
+
+    def residuals() -> None:
+        for layer in model.layers:
+            step.read(streams, layer.mixer_residual)
+            step.read(streams, layer.moe_residual)
+
+    def routers() -> None:
+        for layer in model.layers:
+            route(product(mixed, layer.moe.head, b.moe.head[:rows], b.products), b.moe, spec.moe)
+
+    def experts() -> None:
+        for layer in model.layers:
+            multiply_experts(mixed, layer.moe, b.moe, spec.moe, ExpertTiling())
+
+    def head() -> None:
+        product(mixed, model.head, b.logits[:rows], b.products)
+
+    def weight_bytes(kind: str) -> float:
+        weights = [getattr(layer.gdn or layer.qsa, kind) for layer in model.layers]
+        return 2.0 * sum(w.numel() for w in weights)
+
+    used = len(b.moe.ids[:rows].unique()) / spec.moe.num_experts
+    state_bytes = 2.0 * len(counts) * len(gdn) * spec.gdn.value_channels * spec.gdn.key_dim * 4
+    cells = len(counts) * len(qsa) * 512 * 4.0 * spec.qsa.num_kv_heads * spec.qsa.head_dim
+    listed: list[tuple[str, Callable[[], None], float]] = [
+        (
+            "gated residual reads",
+            residuals,
+            sum(x.mixer_residual.num_bytes + x.moe_residual.num_bytes for x in model.layers),
+        ),
+        ("input projections", projections, weight_bytes("in_proj")),
+        ("recurrence, convolution, gated norm", recurrences, state_bytes),
+        ("cells and attention", attentions, cells),
+        ("output projections into the streams", outputs, weight_bytes("out_proj")),
+        ("router and top k", routers, sum(2.0 * x.moe.head.numel() for x in model.layers)),
+        (
+            "experts",
+            experts,
+            used * sum(x.moe.gate_up.num_bytes + x.moe.down.num_bytes for x in model.layers),
+        ),
+        ("head", head, 2.0 * model.head.numel()),
+    ]
+    return [
+        {
+            "rows": rows,
+            "part": name,
+            "ms": median_ms(captured(work)),
+            "floor_ms": size / bench.copy_rate * 1e3,
+        }
+        for name, work, size in listed
+    ]
+
+
+def drafts(bench: Bench) -> list[dict[str, Any]]:
+    """Chains of four with the host's part, the commit, and picks of a window's rows."""
+    step, spec = bench.step, bench.model.spec
+    found: list[dict[str, Any]] = []
+    for slots in (1, 4):
+        ids = torch.randint(4, spec.vocab_size, (slots,), device="cuda")
+        streams = torch.randn(slots, spec.stream_width, device="cuda", dtype=torch.bfloat16)
+        zeros = [0] * slots
+        picks = ChainPicks(
+            keys=[list(range(j, j + slots)) for j in range(4)],
+            temperatures=[1.0] * slots,
+            top_ks=zeros,
+            top_ps=[1.0] * slots,
+            min_ps=[0.0] * slots,
+            num_token_ids=spec.vocab_size,
+        )
+        args = (ids, streams, list(range(slots)), [1] * slots, [512] * slots, picks)
+        step.chain(*args)
+        found.append(
+            {
+                "what": "chain of 4, host included",
+                "slots": slots,
+                "ms": _host_ms(lambda a=args: step.chain(*a)),
+            }
+        )
+        kept = dict.fromkeys(range(slots), 5)
+        step.commit(kept)
+        found.append(
+            {
+                "what": "commit of 5 rows a slot",
+                "slots": slots,
+                "ms": _host_ms(lambda k=kept: step.commit(k)),
+            }
+        )
+    logits = torch.randn(MAX_ROWS, spec.vocab_size, device="cuda")
+    ones = torch.ones(MAX_ROWS, dtype=torch.float64, device="cuda")
+    keys = torch.arange(MAX_ROWS, device="cuda")
+    inputs = PickInputs(keys, ones, torch.zeros_like(keys), ones, ones - 1)
+    work = captured(
+        lambda: None if pick(logits, inputs, spec.vocab_size, truncated=False) else None
+    )
+    found.append({"what": "sampling 20 rows, all ids", "slots": 4, "ms": median_ms(work)})
+    return found
+
+
+def _host_ms(work: Callable[[], object]) -> float:
+    times: list[float] = []
+    for _ in range(_REPEATS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times)
+
+
+def rates(
+    found_windows: list[dict[str, Any]], found_drafts: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Tokens per second computed from measured times: windows of 5 rows a slot, chains of 4, commits, sampling."""
+    times = {
+        (w["rows"], w["slots"]): w["ms"] for w in found_windows if w["context"] == _CONTEXTS[0]
+    }
+    other = {(d["what"].split()[0], d["slots"]): d["ms"] for d in found_drafts}
+    found: list[dict[str, Any]] = []
+    for slots in (1, 4):
+        plain = times[slots, slots] + other["sampling", 4]
+        found.append({"slots": slots, "acceptance": None, "tokens_per_s": slots / plain * 1e3})
+        round_ms = (
+            times[5 * slots, slots]
+            + other["chain", slots]
+            + other["commit", slots]
+            + other["sampling", 4]
+        )
+        for acceptance in (0.0, 0.5, 0.8):
+            tokens = sum(acceptance**i for i in range(5))
+            found.append(
+                {
+                    "slots": slots,
+                    "acceptance": acceptance,
+                    "tokens_per_s": slots * tokens / round_ms * 1e3,
+                }
+            )
+    return found
+
+
+def prefills(bench: Bench) -> list[dict[str, Any]]:
+    """Prompt reading, head for the last row only."""
+    reader = Prefill(bench.model, bench.state)
+
+    def read(tokens: int, chunk: int) -> None:
+        bench.state.begin(0)
+        streams = None
+        for start in range(0, tokens, chunk):
+            streams = reader.chunk(random_ids(bench.model, min(chunk, tokens - start)), 0, start)
+        assert streams is not None
+        if not bool(torch.isfinite(reader.logits(streams[-1:])).all()):
+            raise SystemExit("prompt reading gave logits that are not finite")
+
+    found: list[dict[str, Any]] = []
+    for tokens, chunk in ((1024, 1024), (8192, 2048), (8192, 8192), (32768, 2048), (32768, 8192)):
+        read(min(tokens, 2 * chunk), chunk)
+        seconds: list[float] = []
+        for _ in range(3 if tokens < 32768 else 1):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            read(tokens, chunk)
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+        found.append(
+            {"tokens": tokens, "chunk": chunk, "tokens_per_s": tokens / statistics.median(seconds)}
+        )
+    return found
+
+
+def parking(bench: Bench) -> list[dict[str, Any]]:
+    """Plain copies of as many bytes as a conversation of 9,000 tokens parks, alone and beside windows."""
+    state, spec = bench.state, bench.model.spec
+    per_token = sum(
+        t.stride(3) * t.element_size() * t.shape[0] * t.shape[2] for t in (state.k, state.v)
+    )
+    per_token += state.index_blocks[:, 0, 0].numel() * 2 // spec.qsa.block_tokens
+    size = per_token * _PARKED_TOKENS + state.s[:, 0].numel() * 4 + state.conv[:, 0].numel() * 2
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty(size, dtype=torch.uint8, device="cuda")
+    restore = median_ms(lambda: device.copy_(host, non_blocking=True))
+    side = torch.cuda.Stream()
+    bench.step.window(random_ids(bench.model, 20), [0, 1, 2, 3], (5, 5, 5, 5), [512] * 4)
+    alone = median_ms(lambda: bench.step.replay_window(20))
+
+    def copy_beside() -> None:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            host.copy_(device, non_blocking=True)
+
+    beside = median_ms(lambda: bench.step.replay_window(20), copy_beside)
+    torch.cuda.synchronize()
+    mib = size / 2**20
+    return [
+        {"what": f"host to device, {mib:.0f} MiB", "ms": restore},
+        {"what": "20-row window alone", "ms": alone},
+        {"what": "20-row window while as much is copied to the host", "ms": beside},
+    ]
+
+
+def transformers_step(layers: int) -> dict[str, Any]:
+    """One decode step of Hugging Face transformers on random weights of the same geometry, bf16 experts."""
+    import transformers
+
+    if not hasattr(transformers, "Qwen4ExpForCausalLM"):
+        return {
+            "layers": layers,
+            "error": f"transformers {transformers.__version__} has no qwen4_exp",
+        }
+    keys: dict[str, Any] = {**REAL_CONFIG, "num_hidden_layers": layers}
+    del keys["model_type"]
+    config = transformers.Qwen4ExpTextConfig(**keys)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("cuda"):
+            model = transformers.Qwen4ExpForCausalLM(config).eval()
+        ids = torch.randint(4, 248000, (1, 512), device="cuda")
+        output = model(input_ids=ids, use_cache=True, logits_to_keep=1)
+        cache_name = next(
+            name for name in ("past_key_values", "cache") if getattr(output, name, None) is not None
+        )
+        token = output.logits[:, -1:].argmax(-1)
+
+        def one() -> None:
+            model(input_ids=token, use_cache=True, **{cache_name: getattr(output, cache_name)})
+
+        one()
+        ms = _host_ms(one)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return {
+        "layers": layers,
+        "version": transformers.__version__,
+        "ms": ms,
+        "ms_per_layer": ms / layers,
+    }
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--hf-layers", type=int, default=8, help="0 leaves transformers out")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    bench = make(options.layers, max_context=33_000, num_slots=4)
+    results: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "layers": options.layers,
+        "copy_tb_per_s": bench.copy_rate / 1e12,
+        "weights_gib": torch.cuda.memory_allocated() / 2**30,
+    }
+
+    def note(name: str, value: Any) -> None:
+        results[name] = value
+        for line in value if isinstance(value, list) else [value]:
+            print(name, line, flush=True)  # noqa: T201 - the program's result
+
+    note(
+        "machine",
+        {
+            name: results[name]
+            for name in ("device", "torch", "triton", "copy_tb_per_s", "weights_gib")
+        },
+    )
+    note("windows", windows(bench))
+    note("drafts", drafts(bench))
+    note("rates", rates(results["windows"], results["drafts"]))
+    note("parts", parts(bench, 1) + parts(bench, 20))
+    note("parking", parking(bench))
+    note("prefill", prefills(bench))
+    if options.hf_layers:
+        del bench
+        torch.cuda.empty_cache()
+        note("eight layers", _own_step(options.hf_layers))
+        torch.cuda.empty_cache()
+        note("transformers", transformers_step(options.hf_layers))
+    if options.out:
+        options.out.write_text(json.dumps(results, indent=1))
+
+
+def _own_step(layers: int) -> dict[str, Any]:
+    """This package's one-row window of the same depth as the transformers model."""
+    bench = make(layers, max_context=1024, num_slots=1)
+
+    def run() -> None:
+        bench.step.window(random_ids(bench.model, 1), [0], [1], [512])
+
+    run()
+    return {"layers": layers, "ms": median_ms(lambda: bench.step.replay_window(1), run)}
+
+
+if __name__ == "__main__":
+    main()

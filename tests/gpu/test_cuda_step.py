@@ -1,0 +1,343 @@
+"""The CUDA decode step against the plain fp32 reference: prompts, windows of several slots, roll-back, drafts, picks.
+
+Every shape of the grid differs from the others where a kernel could be wrong: tails that no tile divides, few and many
+heads, blocks of other sizes, no n-gram embedding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.cuda.quant import GROUP, pack4, unpack4
+from engine.reference.model import ReferenceModel
+from engine.reference.mtp import draft_chain, greedy_pick
+
+gpu = pytest.mark.gpu
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 331,
+    "hidden_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "indexer_n_heads": 4,
+    "indexer_head_dim": 20,
+    "indexer_budget": 32,
+    "num_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 56,
+    "hc_lowrank": 24,
+    "ple_embed_dim": 64,
+    "ngram_vocab_size_base": 101,
+    "make_ngram_vocab_size_divisible_by": 16,
+    "eos_token_id": 3,
+}
+GRID: dict[str, dict[str, Any]] = {
+    "small": {},
+    "odd": {
+        "hidden_size": 72,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 1,
+        "head_dim": 24,
+        "linear_key_head_dim": 24,
+        "linear_value_head_dim": 40,
+        "num_experts": 7,
+        "num_experts_per_tok": 2,
+        "hc_lowrank": 12,
+        "hc_count": 2,
+        "indexer_compress_ratio": 2,
+    },
+    "no_ple": {"ple_layer_ids": None, "linear_conv_kernel_dim": 3, "output_gate_type": "silu"},
+}
+MEDIAN_ERROR, WORST_ERROR = 0.03, 0.35
+"""Of a row's logits, relative to their norm. The worst row may have chosen another expert at a near-tie."""
+
+
+def test_four_bits_keep_what_they_can_hold() -> None:
+    generator = torch.Generator().manual_seed(5)
+    weight = torch.randn(3, 70, 2 * GROUP + 9, generator=generator)
+    packed = pack4(weight)
+    back = unpack4(packed, 70, 2 * GROUP + 9)
+    step = packed.scales.to(torch.float32).max()
+    assert float((back - weight).abs().max()) <= 0.51 * float(step)
+    assert torch.equal(unpack4(pack4(back), 70, 2 * GROUP + 9), back)
+
+
+class Recorded:
+    """Tensors of a random model, and all that were taken, as a reference reads them."""
+
+    def __init__(self, spec: Any, device: str) -> None:
+        from engine.cuda.random_model import RandomTensors
+
+        self._source = RandomTensors(torch.device(device))
+        self.trunk = self._source.trunk
+        self.taken: dict[str, Tensor] = {}
+        ple = spec.ple
+        for index, layer in enumerate(ple.layer_ids if ple else ()):
+            prefix = f"model.layers.{layer}.ple.ple_embedding."
+            self.taken[f"{prefix}layer_multipliers"] = torch.tensor(ple.multipliers(index))
+            self.taken[f"{prefix}ngram_heads_vocab_sizes"] = torch.tensor(
+                ple.head_vocab_sizes(index)
+            )
+            self.taken[f"{prefix}ngram_heads_offsets"] = torch.tensor(ple.head_offsets(index))
+
+    def has(self, name: str) -> bool:
+        return self._source.has(name)
+
+    def finish(self, *, ignore: tuple[str, ...] = ()) -> None:
+        self._source.finish(ignore=ignore)
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        tensor = self._source.take(name, shape)
+        self.taken[name] = tensor.cpu()
+        return tensor
+
+
+class Case:
+    """One model of the grid on the GPU and as a reference, with three prompts read by both."""
+
+    def __init__(self, name: str) -> None:
+        from engine.cuda.backend import build_cuda_step
+        from engine.cuda.random_model import REAL_CONFIG, real_spec
+        from engine.cuda.weights import CudaLoader
+        from engine.state import SlotState
+
+        config = {**REAL_CONFIG, **SMALL, **GRID[name]}
+        self.spec = real_spec(**{**SMALL, **GRID[name]})
+        source = Recorded(self.spec, "cuda")
+        device = torch.device("cuda")
+        loader = CudaLoader(source, self.spec, device=device, max_context=200)
+        model = loader.load(with_draft=True)
+        self.reference = ReferenceModel(config, source.taken)
+        self.state = SlotState(
+            self.spec,
+            num_slots=4,
+            max_context=200,
+            dtype=torch.bfloat16,
+            kv_dtype=torch.bfloat16,
+            device=device,
+        )
+        self.backend = build_cuda_step(model, self.state)
+        poison(self.backend.step.buffers)
+        generator = torch.Generator().manual_seed(7)
+        self.text = {
+            slot: torch.randint(4, self.spec.vocab_size, (n + 20,), generator=generator).tolist()
+            for slot, n in self.lengths.items()
+        }
+        self.text[1][10] = 3
+
+    lengths = {0: 130, 1: 37, 3: 64}
+
+    def ids(self, slot: int, start: int, count: int) -> Tensor:
+        context = self.backend.trunk.ngram_context
+        padded = [3] * context + self.text[slot]
+        rows = [padded[i : i + context + 1] for i in range(start, start + count)]
+        return torch.tensor(rows, device="cuda")
+
+    def read(self, slot: int, pieces: tuple[int, ...]) -> Tensor:
+        start, logits = 0, []
+        for piece in pieces:
+            ids = self.ids(slot, start, piece)
+            streams = self.backend.trunk.chunk(ids, slot, start, self.state)
+            logits.append(self.backend.trunk.logits(streams))
+            if self.backend.draft is not None:
+                following = self.text[slot][start + 1 : start + piece + 1]
+                self.backend.draft.read_chunk(
+                    torch.tensor(following, device="cuda"), streams, slot, start, self.state
+                )
+            start += piece
+        return torch.cat(logits)
+
+    def read_all(self) -> dict[int, Tensor]:
+        return {
+            0: self.read(0, (1, 2, 64, 63)),
+            1: self.read(1, (37,)),
+            3: self.read(3, (40, 24)),
+        }
+
+    def window(self, counts: dict[int, int], starts: dict[int, int]) -> dict[int, Tensor]:
+        slots = sorted(counts, key=lambda slot: -counts[slot])
+        ids = torch.cat([self.ids(slot, starts[slot], counts[slot]) for slot in slots])
+        self.backend.step.window(ids, slots, [counts[s] for s in slots], [starts[s] for s in slots])
+        logits = self.backend.step.logits(len(ids)).clone()
+        return dict(zip(slots, logits.split([counts[s] for s in slots]), strict=True))
+
+    def wanted(self, slot: int, start: int, count: int) -> Tensor:
+        return self.reference.forward(self.text[slot][: start + count])[0][start:]
+
+
+def poison(buffers: Any) -> None:
+    """NaN wherever a kernel is expected to write before anything reads."""
+    for field in fields(buffers):
+        value = getattr(buffers, field.name)
+        if isinstance(value, Tensor) and value.is_floating_point():
+            value.fill_(float("nan"))
+        elif is_dataclass(value):
+            poison(value)
+
+
+def errors(found: Tensor, wanted: Tensor) -> Tensor:
+    difference = (found.cpu().to(torch.float32) - wanted).norm(dim=-1)
+    return difference / wanted.norm(dim=-1)
+
+
+def check(found: list[Tensor], wanted: list[Tensor]) -> None:
+    each = torch.cat([errors(f, w) for f, w in zip(found, wanted, strict=True)])
+    assert float(each.median()) < MEDIAN_ERROR
+    assert float(each.max()) < WORST_ERROR
+
+
+@gpu
+@needs_cuda
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", GRID)
+@torch.inference_mode()
+def test_prompts_windows_and_roll_back_match_the_reference(name: str) -> None:
+    case = Case(name)
+    read = case.read_all()
+    check(list(read.values()), [case.wanted(s, 0, case.lengths[s]) for s in read])
+    at = dict(case.lengths)
+    for counts, kept in (
+        ({0: 5, 1: 3, 3: 1}, {0: 2, 1: 3, 3: 1}),
+        ({1: 4, 0: 5}, {1: 1, 0: 5}),
+        ({3: 1}, {3: 1}),
+        ({0: 1, 1: 5, 3: 5}, {0: 1, 1: 4}),
+    ):
+        found = case.window(counts, at)
+        check(list(found.values()), [case.wanted(s, at[s], counts[s]) for s in found])
+        case.backend.step.commit(kept)
+        for slot, rows in kept.items():
+            at[slot] += rows
+
+
+@gpu
+@needs_cuda
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", GRID)
+@torch.inference_mode()
+def test_rows_have_the_same_bits_in_any_company(name: str) -> None:
+    case = Case(name)
+    case.read_all()
+    saved = {key: getattr(case.state, key).clone() for key in ("s", "conv", "ple")}
+    found: list[Tensor] = []
+    for counts in ({0: 5}, {0: 5, 1: 5, 3: 5}, {1: 5, 3: 5, 0: 2}, {0: 1}):
+        for key, value in saved.items():
+            getattr(case.state, key).copy_(value)
+        found.append(case.window(counts, case.lengths)[0])
+    for other in found[1:]:
+        assert torch.equal(other, found[0][: len(other)])
+
+
+@gpu
+@needs_cuda
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", GRID)
+@torch.inference_mode()
+def test_a_greedy_chain_drafts_what_the_reference_drafts(name: str) -> None:
+    from engine.cuda.step import ChainPicks
+
+    case = Case(name)
+    case.read_all()
+    slots = (0, 1)
+    ids, streams, same = [], [], 0
+    for slot in slots:
+        length = case.lengths[slot]
+        ids.append(case.text[slot][length])
+        streams.append(case.reference.forward(case.text[slot][:length])[1][-1])
+    picks = ChainPicks(
+        keys=[[0, 0]] * 4,
+        temperatures=[0.0, 0.0],
+        top_ks=[0, 0],
+        top_ps=[1.0, 1.0],
+        min_ps=[0.0, 0.0],
+        num_token_ids=case.spec.vocab_size,
+    )
+    drafted, _ = case.backend.step.chain(
+        torch.tensor(ids, device="cuda"),
+        torch.stack(streams).to("cuda", torch.bfloat16),
+        slots,
+        [1, 1],
+        [case.lengths[slot] - 1 for slot in slots],
+        picks,
+    )
+    for b, slot in enumerate(slots):
+        text = case.text[slot][: case.lengths[slot] + 1]
+        streams_of_text = case.reference.forward(text[:-1])[1]
+        wanted = draft_chain(case.reference, text, streams_of_text, 4, greedy_pick)
+        assert drafted[0][b] == wanted[0].token_id
+        same += sum(drafted[j][b] == wanted[j].token_id for j in range(4))
+    # A near-tie may turn a later pick, and every pick after it.
+    assert same >= 5
+
+
+@gpu
+@needs_cuda
+@torch.inference_mode()
+@pytest.mark.parametrize("options", [(0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 20, 0.9), (1.3, 5, 1.0)])
+def test_picks_are_those_of_the_sampler(options: tuple[float, int, float]) -> None:
+    from engine.cuda.picks import PickInputs, pick
+    from engine.interface import SamplingParams
+    from engine.sampling import Picker, PickRow, row_key
+
+    temperature, top_k, top_p = options
+    logits = 4 * torch.randn(
+        20, 5003, device="cuda", generator=torch.Generator("cuda").manual_seed(9)
+    )
+    params = [
+        SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=i) for i in range(20)
+    ]
+    rows = [PickRow(params=p, position=i, num_output=0, history=None) for i, p in enumerate(params)]
+    keys = [row_key(i, i) for i in range(20)]
+    signed = [key - (1 << 64) if key >> 63 else key for key in keys]
+
+    def column(value: float, dtype: torch.dtype) -> Tensor:
+        return torch.full((20,), value, dtype=dtype, device="cuda")
+
+    inputs = PickInputs(
+        torch.tensor(signed, device="cuda"),
+        column(temperature, torch.float64),
+        column(top_k, torch.int64),
+        column(top_p, torch.float64),
+        column(0.0, torch.float64),
+    )
+    found, _ = pick(logits, inputs, 5000, truncated=top_k > 0)
+    assert found.tolist() == Picker(5000).pick(logits, rows)
+
+
+@gpu
+@needs_cuda
+@torch.inference_mode()
+def test_all_rows_may_choose_one_expert() -> None:
+    from engine.cuda.moe import ExpertTiling, MoeScratch, MoeWeights, multiply_experts
+    from engine.cuda.random_model import real_spec
+
+    spec = real_spec(**{**SMALL, "num_experts_per_tok": 1}).moe
+    hidden, width = 96, spec.expert_dim
+    gate_up = torch.randn(spec.num_experts, 2 * width, hidden, device="cuda") / 10
+    down = torch.randn(spec.num_experts, hidden, width, device="cuda") / 6
+    pairs = gate_up.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+    empty = torch.empty(0, device="cuda")
+    weights = MoeWeights(head=empty, shared_down=empty, gate_up=pack4(pairs), down=pack4(down))
+    scratch = MoeScratch.make(spec, hidden, 20, torch.device("cuda"))
+    poison(scratch)
+    scratch.ids.fill_(5)
+    x = torch.randn(20, hidden, device="cuda", dtype=torch.bfloat16)
+    multiply_experts(x, weights, scratch, spec, ExpertTiling())
+    middle = x.to(torch.float32) @ unpack4(weights.gate_up, 2 * width, hidden)[5].t()
+    middle = torch.nn.functional.silu(middle[:, 0::2]) * middle[:, 1::2]
+    wanted = middle @ unpack4(weights.down, hidden, width)[5].t()
+    assert float(errors(scratch.parts[:, 0], wanted.cpu()).max()) < 0.02
