@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from engine.errors import InstrumentRefused
 
@@ -54,6 +53,11 @@ class _Counter(TorchDispatchMode):
         self.peak_bytes = 0
         self._live_bytes = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """The wrapper that torch would add loads its compiler, which takes seconds; nothing is compiled here."""
+        return False
+
     def __torch_dispatch__(
         self,
         func: Any,
@@ -62,7 +66,9 @@ class _Counter(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        known = {x.untyped_storage().data_ptr() for x in _tensors((args, kwargs))}
+        known = {
+            x.untyped_storage().data_ptr() for x in _tensors((args, list((kwargs or {}).values())))
+        }
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()
             if storage.nbytes() and storage.data_ptr() not in known:
@@ -83,8 +89,14 @@ class _Counter(TorchDispatchMode):
         self._live_bytes -= size
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(tree) if isinstance(x, Tensor) and x.layout == torch.strided]
+def _tensors(tree: object) -> Iterator[Tensor]:
+    """Tensors with memory of their own kind, in an operation's arguments or results."""
+    if isinstance(tree, Tensor):
+        if tree.layout == torch.strided:
+            yield tree
+    elif isinstance(tree, list | tuple):
+        for item in cast("Sequence[object]", tree):
+            yield from _tensors(item)
 
 
 def _device_calls() -> int:
