@@ -347,15 +347,15 @@ class ModelLoader:
         return RamTable(table)
 
     def _stored_rows(self, name: str, shape: tuple[int, int]) -> StoredRows:
+        held = self._checkpoint.take_in_place(name, shape)
         place = self._checkpoint.file_range(name)
-        if place is None:
+        if held is None or (self._ple_io == "direct" and place is None):
             raise ConfigMismatch(
                 f"--ple-io {self._ple_io}: {name} is stored in a form that is not read row by row; "
                 "required floats or int8 rows: give ram"
             )
-        held = self._checkpoint.take_in_place(name, shape)
         values, scales = (held, None) if isinstance(held, Tensor) else (held.codes, held.scales)
-        if self._ple_io == "mmap":
+        if self._ple_io == "mmap" or place is None:
             return MappedRows(values, scales)
         return DirectRows(place, row_shape=shape[1], dtype=values.dtype, scales=scales)
 

@@ -91,13 +91,13 @@ class Checkpoint:
             _finite(name, codes.scales)
         return codes
 
-    def take_in_place(self, name: str, shape: tuple[int, ...]) -> RowCodes | Tensor:
+    def take_in_place(self, name: str, shape: tuple[int, ...]) -> RowCodes | Tensor | None:
         """A tensor where it lies in its file, marked as used: int8 codes with their scales, or floats as stored.
 
-        Nothing of it is read, so nothing is checked but its shape.
+        None for one that is stored in another form. The values are not read, so nothing is checked but the shape.
         """
         codes = self.take_codes(name, shape)
-        if codes is not None:
+        if codes is not None or self._source.file_range(name) is None:
             return codes
         self._used.add(name)
         return self.source.get(name)
