@@ -13,7 +13,9 @@ import pytest
 
 from engine.fake import FakeScript, Fault, FaultKind
 from gateway.config import ApiKey, GatewayConfig
+from scheduler.config import SchedulerConfig
 from tests.conformance.live import chat_body, live_server, says, until
+from tests.factories import FAST_SUPERVISION
 
 if TYPE_CHECKING:
     from tests.conformance.live import Live
@@ -151,6 +153,23 @@ async def test_a_failure_before_the_answer_has_a_status() -> None:
         assert response.status_code == 503
         assert response.json()["error"]["code"] == "engine_dead"
         assert response.headers["retry-after"]
+
+
+async def test_a_full_queue_is_answered_with_when_to_come_again() -> None:
+    config = SchedulerConfig(max_queue=1, supervision=FAST_SUPERVISION)
+    script = FakeScript(num_slots=1, decode_s=0.01)
+    async with live_server(script, scheduler_config=config) as live:
+        running = [asyncio.create_task(live.client.post(CHAT, json=endless())) for _ in range(2)]
+        await until(lambda: live.scheduler.stats().queued == 1)
+        for path, fields in ((CHAT, chat_body()), ("/v1/responses", {**chat_body(), "input": "x"})):
+            refused = await live.client.post(path, json=fields)
+            assert refused.status_code == 429
+            assert refused.json()["error"]["code"] == "queue_full"
+            assert 1 <= int(refused.headers["retry-after"]) <= 60
+        for task in running:
+            task.cancel()
+        await live.wait_idle()
+        assert (await live.client.post(CHAT, json=chat_body(max_tokens=1))).status_code == 200
 
 
 async def test_one_failed_choice_ends_the_others() -> None:
