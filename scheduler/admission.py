@@ -126,8 +126,35 @@ def pick_preempted(
 
 MIN_RETRY_AFTER_S = 1.0
 MAX_RETRY_AFTER_S = 60.0
+_SEAT_TIME_DECAY = 0.9
 
 
-def retry_after_s(mean_seat_s: float, num_slots: int) -> float:
-    """When a place in a full queue is expected: a seat frees every mean_seat_s / num_slots seconds."""
-    return min(max(mean_seat_s / num_slots, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
+class ReturnLine:
+    """When those who found the queue full may come back: one for each place that becomes free, in turn.
+
+    A place becomes free whenever a request ends, so every mean seat time / slots seconds. Whoever is refused is sent
+    behind those who were refused before: told the same moment, they would come together and be refused again.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
+        self._mean_seat_s = 0.0
+        self._last_at_s = 0.0
+        """When the one refused last should come back."""
+
+    def seat_took(self, seconds: float) -> None:
+        """A request has ended that had a slot for so long."""
+        keep = _SEAT_TIME_DECAY if self._mean_seat_s else 0.0
+        self._mean_seat_s = keep * self._mean_seat_s + (1.0 - keep) * seconds
+
+    def retry_after_s(self, now_s: float, seated_s: Iterable[float]) -> float:
+        """Seconds until a place for one more; seated_s: how long the running requests have had their slots.
+
+        While they run longer than requests used to, that is what is to be expected.
+        """
+        running = tuple(seated_s)
+        so_far_s = sum(running) / len(running) if running else 0.0
+        between_s = max(self._mean_seat_s, so_far_s) / self._num_slots
+        self._last_at_s = max(self._last_at_s, now_s) + between_s
+        self._last_at_s = min(self._last_at_s, now_s + MAX_RETRY_AFTER_S)
+        return max(self._last_at_s - now_s, MIN_RETRY_AFTER_S)

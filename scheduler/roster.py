@@ -10,7 +10,7 @@ from collections.abc import Callable, Set
 from functools import partial
 from typing import TYPE_CHECKING
 
-from scheduler.admission import PreemptionRules, WaitingQueue, pick_preempted, retry_after_s
+from scheduler.admission import PreemptionRules, ReturnLine, WaitingQueue, pick_preempted
 from scheduler.errors import DeadlineExceeded, EngineDead, Overloaded
 from scheduler.handle import RequestHandle
 from scheduler.messages import Failed, GenerateRequest, TokenEvent, Tokens
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from cache.store import StoreStats
     from engine.interface import EngineInfo, KeptFile, WindowPlan, WindowResult
     from scheduler.config import SchedulerConfig
-
-_SEAT_TIME_DECAY = 0.9
 
 
 class Roster:
@@ -67,7 +65,7 @@ class Roster:
         self._waiting = WaitingQueue(config.max_queue)
         self._table = SlotTable(info.num_slots)
         self._handles: dict[int, RequestHandle] = {}
-        self._mean_seat_s = 0.0
+        self._line = ReturnLine(info.num_slots)
         self._counters = Counters()
 
     def admit(self, request: GenerateRequest, leader: RequestHandle | None = None) -> RequestHandle:
@@ -75,13 +73,14 @@ class Roster:
 
         leader: of a request with the same prompt and owner, which is to be read once for both.
         """
+        now = self._clock()
         if not self._waiting.has_room(self._table.num_free):
             self._counters.rejected += 1
+            seated_s = [now - slot.sequence.seated_at_s for slot in self._table]
             raise Overloaded(
                 f"{len(self._waiting)} requests are waiting already",
-                retry_after_s=retry_after_s(self._mean_seat_s, len(self._table)),
+                retry_after_s=self._line.retry_after_s(now, seated_s),
             )
-        now = self._clock()
         info, deadline_s = self._info, request.deadline_s
         asked_draft, asked_min_p = request.max_draft, request.spec_min_p
         sequence = SequenceState(
@@ -292,11 +291,7 @@ class Roster:
         handle.usage = sequence.usage()
         self._counters.outcomes[outcome_of(event)] += 1
         if handle.started_s is not None:
-            self._note_seat_time(now_s - handle.started_s)
-
-    def _note_seat_time(self, seconds: float) -> None:
-        keep = _SEAT_TIME_DECAY if self._mean_seat_s else 0.0
-        self._mean_seat_s = keep * self._mean_seat_s + (1.0 - keep) * seconds
+            self._line.seat_took(now_s - handle.started_s)
 
 
 def _view(index: int, sequence: SequenceState | None) -> SlotView:

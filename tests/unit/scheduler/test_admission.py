@@ -11,9 +11,9 @@ from scheduler.admission import (
     MAX_RETRY_AFTER_S,
     MIN_RETRY_AFTER_S,
     PreemptionRules,
+    ReturnLine,
     WaitingQueue,
     pick_preempted,
-    retry_after_s,
 )
 from scheduler.sequence import SequenceState
 from scheduler.slots import SlotTable
@@ -114,12 +114,38 @@ def test_all_can_be_taken() -> None:
     assert len(queue) == 0
 
 
-@pytest.mark.parametrize(
-    ("mean_seat_s", "expected"),
-    [(0.0, MIN_RETRY_AFTER_S), (20.0, 5.0), (10_000.0, MAX_RETRY_AFTER_S)],
-)
-def test_retry_after_follows_the_measured_seat_time(mean_seat_s: float, expected: float) -> None:
-    assert retry_after_s(mean_seat_s, num_slots=4) == expected
+def line_after(*seats_s: float, num_slots: int = 4) -> ReturnLine:
+    line = ReturnLine(num_slots)
+    for seconds in seats_s:
+        line.seat_took(seconds)
+    return line
+
+
+def test_the_first_who_is_refused_comes_back_when_a_slot_is_expected_to_be_free() -> None:
+    assert line_after(20.0).retry_after_s(100.0, [1.0] * 4) == 5.0
+    assert line_after().retry_after_s(100.0, []) == MIN_RETRY_AFTER_S
+    assert line_after(10_000.0).retry_after_s(100.0, []) == MAX_RETRY_AFTER_S
+
+
+def test_whoever_is_refused_next_comes_back_later() -> None:
+    line = line_after(20.0)
+    assert [line.retry_after_s(100.0, []) for _ in range(4)] == [5.0, 10.0, 15.0, 20.0]
+    # Ten seconds later two of them have come back.
+    assert line.retry_after_s(110.0, []) == 15.0
+    for _ in range(20):
+        line.retry_after_s(110.0, [])
+    assert line.retry_after_s(110.0, []) == MAX_RETRY_AFTER_S
+    assert line.retry_after_s(500.0, []) == 5.0
+
+
+def test_requests_that_run_longer_than_any_before_count_with_their_time_so_far() -> None:
+    assert line_after().retry_after_s(100.0, [40.0, 60.0, 40.0, 60.0]) == 12.5
+    assert line_after(2.0).retry_after_s(100.0, [40.0, 60.0, 40.0, 60.0]) == 12.5
+
+
+def test_the_mean_seat_time_follows_what_is_measured() -> None:
+    line = line_after(*[4.0] * 3, *[40.0] * 100)
+    assert line.retry_after_s(0.0, []) == pytest.approx(10.0, rel=0.01)
 
 
 RULES = PreemptionRules(wait_s=2.0, run_s=3.0, max_times=1)

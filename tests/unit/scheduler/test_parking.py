@@ -261,6 +261,55 @@ def test_a_suspended_request_that_is_cancelled_leaves_nothing() -> None:
     subject.close()
 
 
+def suspend_one(subject: Server, others: list[Asked]) -> Asked:
+    """A follow-up of PROMPT's conversation that has given its slot to others and waits."""
+    asked = subject.ask(make_request(prompt_ids=LONGER, max_tokens=300, deadline_s=30.0))
+    for i in range(2):
+        subject.run_window()
+        others.append(subject.ask(make_request(prompt_ids=(9, 9 + i), max_tokens=300, priority=1)))
+    while asked.request.request_id in {v.request_id for v in subject.roster.slot_views()}:
+        subject.run_window()
+    assert subject.roster.totals().preemptions == 1
+    return asked
+
+
+@pytest.mark.parametrize("orders_sent", [False, True])
+@pytest.mark.parametrize("end", ["cancelled", "overdue", "engine gone"])
+def test_a_turn_that_ends_while_it_is_suspended_is_as_if_it_had_never_run(
+    end: str, orders_sent: bool
+) -> None:
+    """What the turns before have left is found, nothing of this one, and nothing is held for it."""
+    config = replace(CONFIG, preempt_wait_s=0.5, preempt_run_s=0.2)
+    subject = server(config=config)
+    first = subject.complete(make_request(prompt_ids=PROMPT))
+    kept = subject.roster.parking_stats().num_bytes
+    others: list[Asked] = []
+    asked = suspend_one(subject, others)
+    if orders_sent:
+        subject.run_window()
+    if end == "engine gone":
+        subject.engine = FakeEngine(SCRIPT)
+        subject.roster.follow_engine(2)
+        kept = 0
+    elif end == "overdue":
+        subject.clock.advance(40.0)
+    else:
+        asked.handle.cancel()
+    for other in others:
+        other.handle.cancel()
+    while subject.run_window():
+        pass
+    assert asked.handle.ended
+    stats = subject.roster.parking_stats()
+    assert stats.num_bytes == kept
+    assert stats.num_conversations == (1 if kept else 0)
+    again = subject.complete(make_request(prompt_ids=LONGER))
+    assert cached(again) == (len(PROMPT) - 2 if kept else 0)
+    assert tuple(again.token_ids) == expected_ids(SCRIPT, again.request)
+    assert tuple(first.token_ids) == expected_ids(SCRIPT, first.request)
+    subject.close()
+
+
 def test_a_refused_window_takes_what_it_should_have_written_with_it() -> None:
     subject = server()
     subject.complete(make_request(prompt_ids=PROMPT))
