@@ -48,11 +48,11 @@ class SchedulerLoop:
                 self._roster.window_refused(SlotFailed(f"the engine refused the window: {error}"))
             except EngineDead as error:
                 _LOG.error("requests in flight are lost: %s", error)
-                self._roster.fail_all(error)
+                self._roster.engine_lost(error)
             except Exception as error:
                 # A contradiction between scheduler and engine: start both anew rather than go on with it.
                 _LOG.exception("the scheduler loop failed")
-                self._roster.fail_all(EngineDead(f"the scheduler failed: {error!r}"))
+                self._roster.engine_lost(EngineDead(f"the scheduler failed: {error!r}"))
                 self._engine.kill()
             else:
                 self._idle.set()

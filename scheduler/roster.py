@@ -167,6 +167,11 @@ class Roster:
             self._parking.forget(sequence)
             self._publish(sequence, Failed(error=error))
 
+    def engine_lost(self, error: Exception) -> None:
+        """The engine is beyond use: nobody can go on, and there is nothing left to order of it."""
+        self.fail_all(error)
+        self._parking.clear(())
+
     def fail_seated(self, error: Exception) -> None:
         """Those who have seats cannot go on."""
         for slot in tuple(self._table):
@@ -187,6 +192,8 @@ class Roster:
             self.fail_seated(error)
             self._fail_waiting([s for s in self._waiting if s.output_ids], error)
             self._parking.clear(files)
+            for sequence in self._waiting:
+                self._parking.fetch(sequence)
         self._generation = generation
 
     @property

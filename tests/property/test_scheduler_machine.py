@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 )
 
 from engine.errors import PlanError
-from engine.fake import FakeEngine, FakeScript, FaultKind
+from engine.fake import FakeEngine, FakeFiles, FakeScript, FaultKind
 from engine.interface import (
     PAGE_TOKENS,
     EngineInfo,
@@ -45,7 +45,7 @@ from scheduler.errors import (
     SlotFailed,
 )
 from scheduler.handle import RequestHandle
-from scheduler.messages import Failed, Finished, TokenEvent, Tokens
+from scheduler.messages import Failed, Finished, GenerateRequest, TokenEvent, Tokens
 from scheduler.prefill import chunk_end
 from scheduler.service import Scheduler
 from scheduler.stats import Outcome
@@ -74,6 +74,7 @@ CONFIG = SchedulerConfig(
         min_free_bytes=0,
         min_shared_tokens=20,
         checkpoint_every_tokens=48,
+        disk_bytes=30_000,
     ),
     preempt_wait_s=0.3,
     preempt_run_s=0.2,
@@ -104,6 +105,14 @@ class Read:
         return Read(ids=self.ids[:last], cuts=cuts)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filed:
+    """How the pages and checkpoints of a file were read."""
+
+    pages: tuple[Read, ...]
+    checkpoints: tuple[Read, ...]
+
+
 @dataclass(slots=True, kw_only=True)
 class Pace:
     """How many windows may run, and what befalls the next one."""
@@ -113,6 +122,10 @@ class Pace:
     failing_slot: int = 0
     held_ids: Callable[[], tuple[frozenset[int], frozenset[int]]] | None = None
     """What the scheduler believes the engine has parked."""
+    files: FakeFiles = field(default_factory=FakeFiles)
+    """The directory of conversation files, which outlives engines."""
+    filed: dict[str, Filed] = field(default_factory=dict["str", "Filed"])
+    """How what is in them was read."""
 
 
 class SteppedLink:
@@ -165,6 +178,15 @@ class SteppedLink:
             self._checkpoints[suspend.checkpoint_id] = self._slots[suspend.slot]
         for save in plan.saves:
             self._pages[save.page_id] = self._slots[save.slot]
+        for write in plan.writes:
+            self._pace.filed[write.file_id] = Filed(
+                pages=tuple(self._pages[i] for i in write.page_ids),
+                checkpoints=tuple(self._checkpoints[i] for i in write.checkpoint_ids),
+            )
+        for order in plan.reads:
+            filed = self._pace.filed[order.file_id]
+            self._pages |= zip(order.page_ids, filed.pages, strict=False)
+            self._checkpoints |= zip(order.checkpoint_ids, filed.checkpoints, strict=False)
         for start in plan.starts:
             self._slots[start.slot] = Read()
             if start.resume is not None:
@@ -228,7 +250,7 @@ async def read(handle: RequestHandle, events: list[TokenEvent]) -> None:
 
 
 async def launch(pace: Pace) -> EngineLink:
-    return SteppedLink(FakeEngine(SCRIPT), pace)
+    return SteppedLink(FakeEngine(SCRIPT, files=pace.files), pace)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -301,6 +323,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_draft=max_draft,
             deadline_s=deadline_s,
         )
+        return self.submit_request(request)
+
+    def submit_request(self, request: GenerateRequest) -> object:
         try:
             handle = self.scheduler.submit(request)
         except Overloaded:
@@ -354,6 +379,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.pace.fault, self.pace.failing_slot = kind, slot
         self.allow_one_window()
         assert self.pace.fault is None
+
+    @rule(number=st.integers(0, 20), is_full=st.sampled_from([False, False, False, True]))
+    def disturb_files(self, number: int, is_full: bool) -> None:
+        """One file is damaged, if there are so many; the disk is full, or not any more."""
+        self.pace.files.is_full = is_full
+        for file in list(self.pace.files.files.values())[number : number + 1]:
+            file.is_damaged = True
+
+    @precondition(lambda self: not self.stopped)
+    @rule(target=callers, caller=callers)
+    def come_back_from_disk(self, caller: Caller) -> object:
+        """The same again, when everything is at rest and memory has forgotten it."""
+        self.run_to_rest()
+        roster = self.scheduler._roster
+        assert roster is not None
+        roster._parking._store.evict_all()
+        request = caller.handle.request
+        return self.submit_request(replace(request, deadline_s=None))
 
     @rule(seconds=st.floats(0.1, 2.0))
     def pass_time(self, seconds: float) -> None:
@@ -445,6 +488,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Without requests and without conversations, nothing is held."""
         roster = self.scheduler._roster
         assert roster is not None
+        disk = roster._parking._disk
+        assert disk is not None
+        if self.stopped and disk.is_busy:
+            return  # the engine was closed before it had done its file work
         store = roster._parking._store
         store.evict_all()
         assert store.num_bytes == 0

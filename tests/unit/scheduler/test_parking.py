@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from cache.config import CacheConfig
-from engine.fake import FakeEngine, FakeScript, Fault, FaultKind
+from engine.fake import FakeEngine, FakeFiles, FakeScript, Fault, FaultKind
 from scheduler.config import SchedulerConfig
 from scheduler.errors import EngineDead
 from scheduler.messages import Failed
@@ -337,3 +337,28 @@ def test_a_slot_without_a_tenant_is_left_alone() -> None:
     parking.forget(slot.sequence)
     parking.left(Slot(index=0, sequence=slot.sequence))
     assert not parking.suspend(slot)
+
+
+@pytest.mark.parametrize("files", [None, FakeFiles()], ids=["memory", "disk"])
+def test_nothing_is_ordered_of_an_engine_that_is_lost(files: FakeFiles | None) -> None:
+    """Or the loop would ask the dead engine again and again, and never sleep."""
+    subject = Server(FakeEngine(SCRIPT, files=files), CONFIG)
+    asked = subject.ask(make_request(prompt_ids=PROMPT))
+    while not asked.handle.ended:
+        subject.run_window()
+    assert subject.roster._parking.has_orders
+    subject.roster.engine_lost(EngineDead("as told"))
+    assert subject.roster.plan() is None
+
+
+def test_whoever_waits_for_a_new_engine_gets_what_it_has_on_disk() -> None:
+    files = FakeFiles()
+    subject = Server(FakeEngine(SCRIPT, files=files), CONFIG)
+    subject.complete(make_request(prompt_ids=PROMPT))
+    subject.roster.engine_lost(EngineDead("as told"))
+    asked = subject.ask(make_request(prompt_ids=LONGER))
+    subject.restart(FakeEngine(SCRIPT, files=files))
+    while subject.run_window():
+        pass
+    asked.read()
+    assert cached(asked) == len(PROMPT) - 2
