@@ -97,7 +97,7 @@ class Checkpoint:
         None for one that is stored in another form. The values are not read, so nothing is checked but the shape.
         """
         codes = self.take_codes(name, shape)
-        if codes is not None or self._source.file_range(name) is None:
+        if codes is not None or self.source.file_range(name) is None:
             return codes
         self._used.add(name)
         return self.source.get(name)
