@@ -39,7 +39,6 @@ def logits(checkpoint: Path, ple_io: str, dtype: str) -> torch.Tensor:
             model=str(checkpoint),
             device="cpu",
             dtype=dtype,
-            kernels="torch",  # one arithmetic with and without files
             threads=1,
             max_context=64,
             chunk_tokens=16,
