@@ -455,6 +455,7 @@ def _experts_up(
             GROUP,
             QUARTER,
             TILE,
+            TILES,
         )
         pairs = acc.to(tl.bfloat16).to(tl.float32).reshape(BN // 2, 2, BM)
         gate, up = tl.split(tl.permute(pairs, (0, 2, 1)))
@@ -511,6 +512,7 @@ def _experts_down(
             GROUP,
             QUARTER,
             TILE,
+            TILES,
         )
         tl.store(
             parts + pair[None, :].to(tl.int64) * H + n[:, None],

@@ -7,7 +7,7 @@ chose its expert; then it multiplies for all rows that chose it. A row's arithme
 
 # Kernels are another language in Python's clothes.
 # pyright: reportUnknownParameterType=false, reportMissingParameterType=false
-# pyright: reportUntypedFunctionDecorator=false, reportIndexIssue=false, reportPossiblyUnbound=false
+# pyright: reportUntypedFunctionDecorator=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
 # ruff: noqa: E741 - I is the width of an expert
 
 from __future__ import annotations
@@ -176,9 +176,13 @@ def multiply4(
     GROUP: tl.constexpr,
     QUARTER: tl.constexpr,
     TILE: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     """acc [BN, BM] of output rows n of one expert; x_rows point at BM rows ([1, BM]), zeros where not `rows`."""
     q = tl.arange(0, QUARTER)
+    if TILES * TILE % BN != 0:
+        # The last program reaches beyond the padded rows.
+        n = tl.minimum(n, TILES * TILE - 1)
     line = (n // TILE) * (GROUPS * TILE) + n % TILE
     own = words + line[:, None] * QUARTER + q[None, :]
     own_scales = scales + line[:, None]
@@ -260,6 +264,7 @@ def _gate_up(
                 GROUP,
                 QUARTER,
                 TILE,
+                TILES,
             )
             pairs = acc.to(tl.bfloat16).to(tl.float32).reshape(BN // 2, 2, BM)
             gate, up = tl.split(tl.permute(pairs, (0, 2, 1)))
@@ -314,6 +319,7 @@ def _down(
                 GROUP,
                 QUARTER,
                 TILE,
+                TILES,
             )
             tl.store(
                 parts + at[None, :] * H + n[:, None], acc, mask=rows[None, :] & (n[:, None] < H)

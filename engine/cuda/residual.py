@@ -6,7 +6,7 @@ stream: so that the columns can be cut into slices that many programs read at on
 
 # Kernels are another language in Python's clothes.
 # pyright: reportUnknownParameterType=false, reportMissingParameterType=false
-# pyright: reportUntypedFunctionDecorator=false, reportIndexIssue=false, reportPossiblyUnbound=false
+# pyright: reportUntypedFunctionDecorator=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
 

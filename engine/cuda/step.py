@@ -23,6 +23,7 @@ from engine.cuda.products import ProductScratch, product, product_into_streams
 from engine.cuda.qsa import QsaScratch, attend, write_cells
 from engine.cuda.residual import ResidualScratch, read_streams
 from engine.interface import MAX_SLOTS, MAX_SPEC
+from engine.state import WINDOW_ROWS
 
 if TYPE_CHECKING:
     from engine.cuda.qsa import QsaWeights
@@ -112,14 +113,10 @@ class Graphs:
             return
         self._graphs[key].replay()
 
-    def capture(self, key: object, work: Callable[[], object]) -> None:
-        """Capture ahead of use; the state that `work` changes is changed once."""
-        if self._enabled and key not in self._graphs:
-            self.run(key, work)
-
     def _capture(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Threads that copy parked state may go on meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             work()
         self._pool = graph.pool()
         return graph
@@ -137,6 +134,17 @@ class CudaStep:
         self._draft = _DraftBuffers.make(model.spec, state) if model.draft is not None else None
         self._graphs = Graphs(enabled=graphs)
         self._kept = torch.zeros(state.s.shape[1], dtype=torch.int32, device=state.device)
+
+    def prepare(self) -> None:
+        """Compile and capture every size of window and the commit. Spoils all slots: call it before any is seated."""
+        context = self.model.spec.ple.ngram_size if self.model.spec.ple else 1
+        num_slots = self._kept.shape[0]
+        for num_rows in range(1, num_slots * WINDOW_ROWS + 1):
+            whole, rest = divmod(num_rows, WINDOW_ROWS)
+            counts = [WINDOW_ROWS] * whole + [rest] * (rest > 0)
+            ids = torch.zeros(num_rows, context, dtype=torch.int64, device=self.state.device)
+            self.window(ids, range(len(counts)), counts, [0] * len(counts))
+        self.commit({})
 
     # Windows
 
