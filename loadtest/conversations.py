@@ -423,9 +423,10 @@ def main(
         f"{datetime.now(UTC):%Y-%m-%d}, {platform.processor() or platform.machine()}, {os.cpu_count()} cores, "
         f"load before the start {load:.1f}; `{' '.join(['python -m loadtest.conversations', *sys.argv[1:]])}`"
     )
-    tables = [measures[part](sizes) for part in chosen]
-    for table in tables:
-        typer.echo(f"\n{table.markdown()}")
+    tables: list[Table] = []
+    for part in chosen:
+        tables.append(measures[part](sizes))
+        typer.echo(f"\n{tables[-1].markdown()}")
     if out is not None:
         found = [{"title": t.title, "columns": t.columns, "rows": t.rows} for t in tables]
         out.write_bytes(orjson.dumps({"load": load, "tables": found}, option=orjson.OPT_INDENT_2))

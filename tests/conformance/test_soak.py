@@ -13,6 +13,7 @@ import pytest
 from cache.config import CacheConfig
 from engine.fake import FakeScript
 from scheduler.config import SchedulerConfig
+from scheduler.stats import Outcome
 from tests.conformance.live import Live, live_server
 from tests.factories import FAST_SUPERVISION
 
@@ -86,7 +87,7 @@ async def test_nothing_stays_of_clients_that_come_and_go() -> None:
         assert stats.parking is not None
         assert stats.totals.submitted == NUM_CLIENTS * (WARM_UP + REQUESTS)
         assert min(num_left, stats.parking.hits, stats.parking.evictions) > 15
-        assert dict(stats.totals.outcomes)["cancelled"] > 10
+        assert dict(stats.totals.outcomes)[Outcome.CANCELLED] > 10
         roster = live.scheduler._roster
         assert roster is not None
         roster.check_invariants()
