@@ -40,10 +40,11 @@ from engine.interface import (
 )
 from engine.loader import ModelLoader
 from engine.memory_plan import SESSION, TIER_ONE, TIER_TWO, Step
+from engine.native.pick import NativePicker
 from engine.native.step import NativeDraft, NativeStep, NativeTrunk, planned_parts, why_not
 from engine.parked import CheckpointMark, ParkedStates
 from engine.parked_files import FileLayout, ParkedFiles
-from engine.sampling import Picker, PickRow, TokenHistory, limited, row_logprobs
+from engine.sampling import Picker, PickRow, RowPicker, TokenHistory, row_logprobs
 from engine.sources.opening import open_source, read_spec
 from engine.startup import StartupMarks, free_bytes, free_host_bytes
 from engine.startup_budget import low_memory_line
@@ -92,7 +93,7 @@ class SlotSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """One drafted id and the draft layer's probability of it."""
+    """One drafted id and its probability among what the draft layer might have picked (see RowPicker)."""
 
     token_id: int
     probability: float
@@ -119,7 +120,7 @@ class TorchEngine:
         draft: DraftLayer | NativeDraft | None,
         experts: ExpertStore | None,
         state: SlotState,
-        picker: Picker,
+        picker: RowPicker,
         grammars: GrammarCompiler,
         info: EngineInfo,
         parked: ParkedStates,
@@ -501,7 +502,7 @@ class TorchEngine:
         if (message := _failure(sequence, [row])) is not None:
             failures.append(SlotFailure(slot=chunk.slot, message=message))
             return
-        picked = self._picker.pick(logits, [row])
+        picked = self._picker.pick(logits, [row]).ids
         self._add_output(sequence, picked)
         tokens.append(
             SlotTokens(
@@ -612,22 +613,18 @@ class TorchEngine:
             self._pick_row(self._sequence(step.slot), [d.token_id for d in chains[step.slot]])
             for step in steps
         ]
-        picked = self._picker.pick(logits, rows)
-        # Among the ids that may come: a draft that is dictated is certain.
-        logits = limited(logits, rows)
-        at = torch.tensor(picked, device=self._device).unsqueeze(-1)
-        chosen = logits.gather(1, at).squeeze(1)
-        probabilities = (chosen - logits.logsumexp(-1)).exp().tolist()
+        picks = self._picker.pick(logits, rows)
         kept: list[int] = []
         for i, step in enumerate(steps):
+            token_id, probability = picks.ids[i], picks.probabilities[i]
             # Not `<`: a probability that is not a number ends the chain.
-            if not probabilities[i] >= step.spec_min_p:
+            if not probability >= step.spec_min_p:
                 continue
             if _failure(self._sequence(step.slot), [rows[i]]) is not None:
                 continue
             chain = chains[step.slot]
-            chain.append(Draft(token_id=picked[i], probability=probabilities[i]))
-            stopped = picked[i] in self._sequence(step.slot).stop_ids
+            chain.append(Draft(token_id=token_id, probability=probability))
+            stopped = token_id in self._sequence(step.slot).stop_ids
             if len(chain) < step.max_draft and not stopped:
                 kept.append(i)
         return kept
@@ -651,7 +648,7 @@ class TorchEngine:
             for slot, ids in verified.ids.items()
             for i in range(len(ids))
         ]
-        picks = self._picker.pick(logits, rows)
+        picks = self._picker.pick(logits, rows).ids
         for slot, ids in verified.ids.items():
             first = verified.offsets[slot]
             end = first + len(ids)
@@ -841,7 +838,7 @@ def load_engine(config: EngineConfig, *, rehearse: bool = False) -> TorchEngine:
         draft=loaded.draft,
         experts=loaded.experts,
         state=loaded.state,
-        picker=Picker(num_token_ids),
+        picker=Picker(num_token_ids) if no_step else NativePicker(num_token_ids, spec.vocab_size),
         grammars=GrammarCompiler(directory, spec.vocab_size),
         info=info,
         parked=parked,

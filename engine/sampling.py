@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -81,16 +81,36 @@ class PickRow:
     """Ids that a grammar or a thinking budget leaves."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picks:
+    """One id a row, and its probability among what the row might have picked."""
+
+    ids: list[int]
+    probabilities: list[float]
+
+
+class RowPicker(Protocol):
+    """Picks ids for rows of logits."""
+
+    def pick(self, logits: Tensor, rows: Sequence[PickRow]) -> Picks:
+        """logits fp32 [R, vocab], not changed -> R picks.
+
+        A pick's probability is that of the processed logits under the row's temperature and truncation; of a greedy
+        row, under temperature 1.
+        """
+        ...
+
+
 @dataclass(slots=True)
 class Picker:
-    """Picks ids for rows of logits. num_token_ids: ids from here on have no text and are never picked."""
+    """RowPicker of torch operations. num_token_ids: ids from here on have no text and are never picked."""
 
     num_token_ids: int
 
-    def pick(self, logits: Tensor, rows: Sequence[PickRow]) -> list[int]:
-        """logits fp32 [R, vocab] -> R ids. The logits are not changed."""
+    def pick(self, logits: Tensor, rows: Sequence[PickRow]) -> Picks:
+        """See RowPicker."""
         processed = self._processed(logits, rows)
-        picks = [0] * len(rows)
+        ids, probabilities = [0] * len(rows), [0.0] * len(rows)
         groups: dict[tuple[int, bool], list[int]] = {}
         for i, row in enumerate(rows):
             groups.setdefault(_group(row.params), []).append(i)
@@ -98,14 +118,14 @@ class Picker:
             part = processed if len(members) == len(rows) else processed[members]
             chosen = [rows[i] for i in members]
             if top_k == _GREEDY:
-                ids = part.argmax(-1).tolist()
+                picked = _picked(part, part.argmax(-1, keepdim=True), None)
             elif truncated:
-                ids = _pick_truncated(part, chosen, top_k)
+                picked = _pick_truncated(part, chosen, top_k)
             else:
-                ids = _pick_all(part, chosen)
-            for i, token_id in zip(members, ids, strict=True):
-                picks[i] = token_id
-        return picks
+                picked = _pick_all(part, chosen)
+            for i, token_id, probability in zip(members, *picked, strict=True):
+                ids[i], probabilities[i] = token_id, probability
+        return Picks(ids=ids, probabilities=probabilities)
 
     def _processed(self, logits: Tensor, rows: Sequence[PickRow]) -> Tensor:
         limited = self.num_token_ids < logits.shape[1]
@@ -118,6 +138,13 @@ class Picker:
         if limited:
             logits[:, self.num_token_ids :] = _NEG_INF
         return logits
+
+
+def _picked(scaled: Tensor, chosen: Tensor, ids: Tensor | None) -> tuple[list[int], list[float]]:
+    """Ids and probabilities of the chosen columns [R, 1] of scaled logits [R, n]; ids [R, n] names the columns."""
+    share = scaled.gather(1, chosen) - scaled.logsumexp(-1, keepdim=True)
+    found = chosen if ids is None else ids.gather(1, chosen)
+    return found.squeeze(1).tolist(), share.exp().squeeze(1).tolist()
 
 
 def _group(params: SamplingParams) -> tuple[int, bool]:
@@ -151,18 +178,6 @@ def _adjust(logits: Tensor, row: PickRow) -> None:
         _forbid(logits, limit)
 
 
-def limited(logits: Tensor, rows: Sequence[PickRow]) -> Tensor:
-    """Logits [R, vocab] in which what the rows' limits forbid is -inf; the same tensor when no row has any."""
-    changed = [i for i, row in enumerate(rows) if row.limit is not None]
-    if changed:
-        logits = logits.clone()
-    for i in changed:
-        limit = rows[i].limit
-        assert limit is not None
-        _forbid(logits[i], limit)
-    return logits
-
-
 def _forbid(logits: Tensor, limit: RowLimit) -> None:
     """In place on one row [vocab]."""
     if limit.allowed is not None:
@@ -187,14 +202,17 @@ def _penalize(
     logits.sub_(history.counts * params.frequency_penalty)
 
 
-def _pick_all(logits: Tensor, rows: Sequence[PickRow]) -> list[int]:
+def _pick_all(logits: Tensor, rows: Sequence[PickRow]) -> tuple[list[int], list[float]]:
     """Every id is a candidate."""
     ids = torch.arange(logits.shape[1], device=logits.device).expand_as(logits)
-    noisy = _tempered(logits, rows) + gumbel_noise(rows, ids)
-    return noisy.argmax(-1).tolist()
+    scaled = _tempered(logits, rows)
+    noisy = scaled + gumbel_noise(rows, ids)
+    return _picked(scaled, noisy.argmax(-1, keepdim=True), None)
 
 
-def _pick_truncated(logits: Tensor, rows: Sequence[PickRow], top_k: int) -> list[int]:
+def _pick_truncated(
+    logits: Tensor, rows: Sequence[PickRow], top_k: int
+) -> tuple[list[int], list[float]]:
     values, ids = _largest(logits, top_k)
     scaled = _tempered(values, rows)
     probabilities = torch.softmax(scaled, dim=-1)
@@ -203,8 +221,9 @@ def _pick_truncated(logits: Tensor, rows: Sequence[PickRow], top_k: int) -> list
     min_p = _column([row.params.min_p for row in rows], logits)
     kept = (before < top_p) & (probabilities >= min_p * probabilities[:, :1])
     kept[:, 0] = True
-    noisy = (scaled + gumbel_noise(rows, ids)).masked_fill_(~kept, _NEG_INF)
-    return ids.gather(1, noisy.argmax(-1, keepdim=True)).squeeze(1).tolist()
+    scaled = scaled.masked_fill(~kept, _NEG_INF)
+    noisy = scaled + gumbel_noise(rows, ids)
+    return _picked(scaled, noisy.argmax(-1, keepdim=True), ids)
 
 
 def _largest(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:

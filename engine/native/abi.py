@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import platform
-from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import (
+    POINTER,
+    Structure,
+    c_char_p,
+    c_double,
+    c_float,
+    c_int,
+    c_int32,
+    c_int64,
+    c_uint64,
+    c_void_p,
+)
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +186,22 @@ class Piece(Structure):
     _fields_ = _ints("slot first count start")
 
 
+class PickRow(Structure):
+    """What one row's pick depends on beside its logits."""
+
+    _fields_ = (
+        ("temperature", c_double),
+        ("top_p", c_double),
+        ("min_p", c_double),
+        ("key", c_uint64),
+        *_pointers("seen counts allowed bias_ids banned drafts biases"),
+        ("repetition", c_float),
+        ("presence", c_float),
+        ("frequency", c_float),
+        *_ints("top_k num_biases num_banned num_drafts"),
+    )
+
+
 _CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "sources": (c_char_p, ()),
     "scratch_floats": (c_int64, (POINTER(Model), c_int, c_int)),
@@ -184,6 +211,10 @@ _CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "logits": (None, (c_void_p, c_void_p, c_int, c_void_p)),
     "commit": (None, (c_void_p, c_int, c_int)),
     "draft_cells": (None, (c_void_p, POINTER(Piece), c_int, c_void_p, c_void_p)),
+    "pick": (
+        None,
+        (c_void_p, c_int, c_int, POINTER(PickRow), c_int, c_void_p, c_void_p, c_void_p),
+    ),
     "draft": (None, (c_void_p, POINTER(Piece), c_int, c_void_p, c_void_p, c_void_p, c_void_p)),
 }
 
@@ -199,6 +230,7 @@ class Library:
     logits: Any
     commit: Any
     draft_cells: Any
+    pick: Any
     draft: Any
 
     def __init__(self, file: Path) -> None:

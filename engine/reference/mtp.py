@@ -24,11 +24,6 @@ class DraftStep:
     logits: Tensor
     """fp32 [V]."""
 
-    @property
-    def probability(self) -> float:
-        """Of the drafted token under the softmax of the draft layer's own logits."""
-        return float(self.logits.softmax(-1)[self.token_id])
-
 
 def draft_logits(
     model: ReferenceModel, ids: Sequence[int], streams: Tensor, drafts: Sequence[int] = ()

@@ -56,6 +56,18 @@ def pick(logits: Tensor, params: SamplingParams, history: History) -> int:
     return int(kept[(scaled + noise)[kept].argmax()])
 
 
+def pick_probability(
+    logits: Tensor, params: SamplingParams, history: History, token_id: int
+) -> float:
+    """Of a token among those that `pick` chooses from; greedy counts as temperature 1."""
+    processed = process_logits(logits, params, history).astype(np.float64)
+    if params.temperature == 0:
+        return float(_softmax(processed)[token_id])
+    scaled = processed / params.temperature
+    kept = kept_ids(scaled, params)
+    return float(_softmax(scaled[kept])[kept == token_id].sum())
+
+
 def pick_window(
     logits: Tensor, params: SamplingParams, history: History, drafts: Sequence[int]
 ) -> list[int]:

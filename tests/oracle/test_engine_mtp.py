@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from engine.interface import DecodeStep, SamplingParams
-from engine.reference.mtp import draft_chain, greedy_pick
-from engine.reference.sampling import History, pick
+from engine.reference.mtp import DraftStep, draft_chain, greedy_pick
+from engine.reference.sampling import History, pick, pick_probability
 from tests.oracle import tiny
 from tests.oracle.driver import GREEDY, Job, generate
 from tests.oracle.tolerances import DRAFT_PROBABILITY
@@ -40,6 +40,12 @@ def picker(params: SamplingParams) -> DraftPick:
     return noisy
 
 
+def probability(step: DraftStep, params: SamplingParams, position: int) -> float:
+    """What the gate compares, of one drafted token."""
+    history = History(prompt_ids=range(position), output_ids=())
+    return pick_probability(step.logits, params, history, step.token_id)
+
+
 def check_acceptance(models: Models, name: str, progress: Progress) -> list[int]:
     """Every window of a job drafted and accepted what the plain chain would have. Returns the accept counts."""
     job, at = progress.job, 1
@@ -53,7 +59,8 @@ def check_acceptance(models: Models, name: str, progress: Progress) -> list[int]
         chain = draft_chain(
             model, committed, streams[: len(committed) - 1], longest, picker(job.sampling)
         )
-        gate = next((j for j, s in enumerate(chain) if s.probability < job.min_p), longest)
+        chances = [probability(s, job.sampling, len(committed) + j) for j, s in enumerate(chain)]
+        gate = next((j for j, p in enumerate(chances) if p < job.min_p), longest)
         drafts = [s.token_id for s in chain[:gate]]
         expected = num_equal(drafts, progress.token_ids[at:])
         assert (step.num_drafted, step.num_accepted) == (gate, expected)
@@ -161,5 +168,6 @@ def test_ids_and_probabilities_of_the_next_chain(
         _, streams = model.forward(committed[:-1])
         expected = draft_chain(model, committed, streams, 4, picker(sampling))
         assert [d.token_id for d in chains[slot]] == [s.token_id for s in expected]
-        for draft, step in zip(chains[slot], expected, strict=True):
-            assert draft.probability == pytest.approx(step.probability, abs=DRAFT_PROBABILITY)
+        for j, (draft, step) in enumerate(zip(chains[slot], expected, strict=True)):
+            chance = probability(step, sampling, len(committed) + j)
+            assert draft.probability == pytest.approx(chance, abs=DRAFT_PROBABILITY)

@@ -6,12 +6,14 @@ import itertools
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import acceptance, sampling
 from engine.interface import SamplingParams
+from engine.native.pick import NativePicker
 from engine.reference import acceptance as plain_acceptance
 from engine.reference import sampling as plain
 
@@ -73,15 +75,21 @@ def pick_rows(
     ]
 
 
+@pytest.mark.parametrize(
+    "picker", [sampling.Picker(LIMIT), NativePicker(LIMIT, VOCAB)], ids=["torch", "compiled"]
+)
 @given(slots=st.lists(windows(), min_size=1, max_size=4), data_seed=st.integers(0, 2**32))
 @settings(max_examples=150, deadline=None)
 def test_picks_of_a_batch(
-    slots: list[tuple[SamplingParams, list[int], list[int], list[int]]], data_seed: int
+    picker: sampling.RowPicker,
+    slots: list[tuple[SamplingParams, list[int], list[int], list[int]]],
+    data_seed: int,
 ) -> None:
     generator = torch.Generator().manual_seed(data_seed)
     rows: list[sampling.PickRow] = []
     logits: list[torch.Tensor] = []
     expected: list[int] = []
+    chances: list[float] = []
     for params, prompt, output, drafts in slots:
         # Multiples of 1/2: many ids share a logit, so every rule about equal ones is met.
         block = (torch.randn(len(drafts) + 1, VOCAB, generator=generator) * 4).round() / 2
@@ -90,10 +98,16 @@ def test_picks_of_a_batch(
         limited = block.clone()
         limited[:, LIMIT:] = -np.inf
         history = plain.History(prompt_ids=prompt, output_ids=output)
-        expected += plain.pick_window(limited, params, history, drafts)
+        picks = plain.pick_window(limited, params, history, drafts)
+        expected += picks
+        for row, token_id in enumerate(picks):
+            seen = plain.History(prompt_ids=prompt, output_ids=[*output, *drafts[:row]])
+            chances.append(plain.pick_probability(limited[row], params, seen, token_id))
     given_logits = torch.cat(logits)
     before = given_logits.clone()
-    assert sampling.Picker(num_token_ids=LIMIT).pick(given_logits, rows) == expected
+    found = picker.pick(given_logits, rows)
+    assert found.ids == expected
+    assert found.probabilities == pytest.approx(chances, abs=1e-5)
     assert torch.equal(given_logits, before)
 
 

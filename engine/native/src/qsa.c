@@ -1,5 +1,6 @@
 /* Sparse attention (model.md 1.5): an indexer picks blocks of keys, attention reads only those. */
 #include "model.h"
+#include "select.h"
 #include "simd.h"
 
 #define SMALLEST_SCALE 1.17549435e-38f /* as engine.kv_cells: a cell of zeros is not divided by 0 */
@@ -139,34 +140,6 @@ void qsa_project(Step *step, const Qsa *qsa) {
     pool_run(step->pool, project_row, &c, step->num_rows);
     for (int i = 0; i < step->num_pieces; i++)
         pool_blocks(&c, &step->pieces[i]);
-}
-
-/* The k-th largest of n values, which are reordered. */
-static float kth_largest(float *values, int n, int k) {
-    int low = 0, high = n - 1;
-    k--;
-    while (low < high) {
-        float pivot = values[(low + high) / 2];
-        int i = low, j = high;
-        while (i <= j) {
-            while (values[i] > pivot)
-                i++;
-            while (values[j] < pivot)
-                j--;
-            if (i <= j) {
-                float swap = values[i];
-                values[i++] = values[j];
-                values[j--] = swap;
-            }
-        }
-        if (k <= j)
-            high = j;
-        else if (k >= i)
-            low = i;
-        else
-            return values[k];
-    }
-    return values[low];
 }
 
 static int num_cells_of(const Context *c, int position) {
