@@ -1,7 +1,7 @@
 """A checkpoint as the tensors of a GGUF file: the way back from ggml_source, value for value.
 
-Nothing is rounded: a float type stays what it is, int8 rows stay codes where the target can hold them, and anything
-else becomes fp32.
+A float type stays what it is and int8 rows stay codes where the target can hold them; anything else becomes fp32.
+Nothing is rounded, except for a GGUF file that asks for Q8_0.
 """
 
 from __future__ import annotations
@@ -61,21 +61,25 @@ class GgmlExport:
         self._tensors = tuple(NameMap(spec).file_tensors())
         self._check_names()
 
-    def tensors(self, *, for_gguf: bool) -> Iterator[Encoded]:
+    def tensors(self, *, for_gguf: bool, q8: bool = False) -> Iterator[Encoded]:
         """Every tensor of the file.
 
         for_gguf: int8 rows, which GGUF lacks, and vectors and convolutions, which its readers want so, become fp32.
+        q8, for GGUF: int8 rows become Q8_0 with the codes they have, each block under the row's scale in fp16; or fp16,
+        where a row is no whole number of blocks.
         """
         for tensor in self._tensors:
             kind = self._kind(tensor)
             if for_gguf and (kind is types.I8_ROW or _is_small(tensor)):
-                kind = types.F32
+                kind = _q8_kind(tensor) if q8 and not _is_small(tensor) else types.F32
             yield self._encoded(tensor, kind)
 
     def _encoded(self, tensor: FileTensor, kind: types.GgmlType) -> Encoded:
         def data(start: int, stop: int) -> Tensor:
             if kind is types.I8_ROW:
                 return code_bytes(self._codes(tensor, start, stop))
+            if kind is types.Q8_0:
+                return q8_bytes(self._codes(tensor, start, stop))
             return value_bytes(self._values(tensor, start, stop), kind)
 
         return Encoded(name=tensor.name, kind=kind, shape=tensor.shape, data=data)
@@ -213,6 +217,10 @@ def _is_small(tensor: FileTensor) -> bool:
     return len(tensor.shape) == 1 or tensor.name.endswith("conv1d.weight")
 
 
+def _q8_kind(tensor: FileTensor) -> types.GgmlType:
+    return types.F16 if tensor.shape[-1] % types.Q8_0.block_values else types.Q8_0
+
+
 def _is_row_for_row(tensor: FileTensor) -> bool:
     """Whether rows of the file are rows of the checkpoint, so that a part can be read alone."""
     return (
@@ -231,9 +239,11 @@ def _as_in_file(values: Tensor, form: Form) -> Tensor:
 
 
 def value_bytes(values: Tensor, kind: types.GgmlType) -> Tensor:
-    """Floats as the bytes of a type that holds them."""
+    """Floats as the bytes of a type that holds them; int8 rows times their scales may become fp16 as well."""
     if kind is types.F32:
         values = values.to(torch.float32)
+    if kind is types.F16:
+        values = _as_half(values)
     assert _TORCH_KINDS[values.dtype] is kind
     return values.contiguous().view(-1).view(torch.uint8)
 
@@ -247,3 +257,25 @@ def code_bytes(held: tuple[Tensor, Tensor]) -> Tensor:
             scales.to(torch.float32).contiguous().view(-1).view(torch.uint8),
         )
     )
+
+
+def q8_bytes(held: tuple[Tensor, Tensor]) -> Tensor:
+    """Codes [*, C] and scales [*] as Q8_0 blocks: the codes stay, a row's scale is rounded to fp16 for its blocks.
+
+    Raises WeightMismatch for a scale that fp16 cannot hold.
+    """
+    codes, scales = held
+    blocks = codes.reshape(-1, types.Q8_0.block_values)
+    half = _as_half(scales).reshape(-1, 1)
+    half = half.repeat_interleave(codes.shape[-1] // types.Q8_0.block_values, dim=0)
+    return torch.cat((half.view(torch.uint8), blocks.view(torch.uint8)), dim=1).view(-1)
+
+
+def _as_half(values: Tensor) -> Tensor:
+    half = values.to(torch.float16)
+    if not torch.isfinite(half).all():
+        largest = values.abs().max().item()
+        raise WeightMismatch(
+            f"found a value or scale of {largest:g}, required at most 65504 in fp16"
+        )
+    return half

@@ -1,6 +1,6 @@
 """A checkpoint as a GGUF file, through the gguf library: for other engines and for comparison with them.
 
-Values are kept exactly; nothing is quantised.
+Values are kept exactly, unless Q8_0 is asked for.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ def write_gguf(
     text_directory: Path,
     target: Path,
     *,
+    q8: bool = False,
     tensors_per_shard: int = 0,
     progress: Callable[[str, int, int], None] = lambda _name, _done, _total: None,
 ) -> None:
     """Write every tensor of a source.
 
-    text_directory: where tokenizer.json and chat_template.jinja lie, if there are any. tensors_per_shard: 0 writes one
-    file. progress: called with a tensor's name and with bytes done and in all.
+    text_directory: where tokenizer.json and chat_template.jinja lie, if there are any. q8: int8 rows as Q8_0 instead of
+    fp32. tensors_per_shard: 0 writes one file. progress: called with a tensor's name and with bytes done and in all.
     Raises ConfigMismatch for a model that the format cannot describe.
     """
     described = {
@@ -45,7 +46,7 @@ def write_gguf(
     writer = GGUFWriter(target, ARCHITECTURE, split_max_tensors=tensors_per_shard)
     writer.add_name(spec.name)
     add_metadata(writer, described)
-    tensors = tuple(GgmlExport(source, spec).tensors(for_gguf=True))
+    tensors = tuple(GgmlExport(source, spec).tensors(for_gguf=True, q8=q8))
     for tensor in tensors:
         kind = GGMLQuantizationType(tensor.kind.number)
         # The dtype only says that the shape is one of values and not of bytes.

@@ -18,8 +18,15 @@ def convert(
         str, typer.Argument(help="Checkpoint directory, pack directory, or `default`.")
     ],
     file: Annotated[Path, typer.Argument(help="GGUF file to write; must not exist.")],
+    q8: Annotated[
+        bool,
+        typer.Option(
+            "--q8",
+            help="int8 rows as Q8_0, codes kept, scales rounded to fp16; as fp16 where 32 does not divide a row.",
+        ),
+    ] = False,
 ) -> None:
-    """Write a model as a GGUF file: floats as they are, int8 and fp8 as fp32; nothing is rounded."""
+    """Write a model as a GGUF file: floats as they are, int8 and fp8 as fp32; nothing is rounded without --q8."""
     if file.suffix != GGUF_SUFFIX:
         raise typer.BadParameter(f"found {file}, required a name that ends in {GGUF_SUFFIX}")
     if file.exists():
@@ -30,7 +37,7 @@ def convert(
     # Nobody should find half a model under the name of a whole one.
     partial = file.with_name(f"{file.stem}.part{GGUF_SUFFIX}")
     with byte_bar() as advance:
-        write_gguf(opened, spec, text_path(source), partial, progress=advance)
+        write_gguf(opened, spec, text_path(source), partial, q8=q8, progress=advance)
     opened.close()
     partial.rename(file)
     typer.echo(f"{file}: {file.stat().st_size / 2**20:.1f} MiB")

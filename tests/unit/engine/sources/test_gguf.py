@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from engine.config import model_path
 from engine.errors import ConfigMismatch, WeightMismatch
 from engine.model_spec import spec_from_config
+from engine.sources.ggml_export import q8_bytes
 from engine.sources.ggml_source import log_decay
 from engine.sources.gguf_files import GgufFiles
 from engine.sources.gguf_metadata import config_from_metadata, metadata_from_spec
@@ -224,3 +225,31 @@ def test_dtypes_are_told_without_reading(default_gguf: Path) -> None:
         codes = source.codes(name) if dtype == torch.int8 else None
         given = source.get(name) if codes is None else codes.codes
         assert (name, given.dtype) == (name, dtype)
+
+
+def test_q8_keeps_codes_and_rounds_scales_alone(tmp_path: Path) -> None:
+    path = model_path("default")
+    spec = read_spec(path)
+    write_gguf(open_source(path, spec), spec, path, tmp_path / "q8.gguf", q8=True)
+    kinds = {t.name: t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "q8.gguf").tensors}
+    assert kinds["output.weight"] == kinds["blk.3.ffn_up_exps.weight"] == "Q8_0"
+    assert kinds["blk.3.ffn_down_exps.weight"] == "F16"  # rows of 40
+    assert kinds["blk.3.ffn_gate_inp.weight"] == "BF16"
+    assert kinds["blk.0.ssm_conv1d.weight"] == kinds["blk.0.ssm_norm.weight"] == "F32"
+    original, rounded = open_source(path, spec), open_source(tmp_path / "q8.gguf", spec)
+    for name in ("lm_head.weight", "model.layers.0.linear_attn.out_proj.weight"):
+        held = original.codes(name)
+        assert held is not None
+        scales = held.scales.to(torch.float16).to(torch.float32)
+        assert torch.equal(rounded.get(name), held.codes * scales.unsqueeze(-1))
+    held = original.codes("model.layers.3.mlp.experts.down_proj")
+    assert held is not None
+    values = held.codes[5] * held.scales[5].unsqueeze(-1)
+    found = rounded.get("model.layers.3.mlp.experts.5.down_proj.weight")
+    assert torch.equal(found, values.to(torch.float16))
+
+
+def test_a_scale_that_half_precision_cannot_hold_is_refused() -> None:
+    codes = torch.ones(2, 32, dtype=torch.int8)
+    with pytest.raises(WeightMismatch, match="found a value or scale of 70000, required at most"):
+        q8_bytes((codes, torch.tensor([1.0, 7e4])))
