@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from engine.layers.qsa import QsaLayer
-from engine.model import Trunk
 from tests.oracle import test_engine_exact as exact
 from tests.oracle import test_engine_parking as parking
 from tests.oracle import tiny
@@ -89,8 +88,7 @@ def test_a_piece_and_a_window_hold_equal_rows_in_equal_cells(int8: Models, name:
     """Of the torch layers; of the compiled step whole texts are compared bit by bit in its own tests."""
     engine = replace(int8, kernels="torch", _engines={}).engine(name)
     state = engine._state
-    assert isinstance(engine._trunk, Trunk)
-    mixers = (layer.mixer for layer in engine._trunk._layers)
+    mixers = (layer.mixer for layer in engine.trunk.layers)
     attention = next(mixer for mixer in mixers if isinstance(mixer, QsaLayer))
     x = torch.randn(5, tiny.BASE["hidden_size"], generator=torch.Generator().manual_seed(9))
     seat(engine, 0, 3)
