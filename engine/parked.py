@@ -49,10 +49,11 @@ class ParkedStates:
         self._state = state
         self._blocks_per_page = PAGE_TOKENS // state.block_tokens
         self._lane = lane_for(state.device) if lane is None else lane
-        self._arena = BlockArena(
-            _padded_bytes(self._cells(0, 0)), max_bytes, pin=state.device.type == "cuda"
-        )
-        self._blocks_per_checkpoint = self._arena.blocks_for(_padded_bytes(self._running(0)))
+        checkpoint_bytes = _padded_bytes(self._running(0))
+        # Without an attention layer a page holds nothing, and a block is a checkpoint.
+        block_bytes = _padded_bytes(self._cells(0, 0)) or checkpoint_bytes
+        self._arena = BlockArena(block_bytes, max_bytes, pin=state.device.type == "cuda")
+        self._blocks_per_checkpoint = self._arena.blocks_for(checkpoint_bytes)
         self._pages: dict[int, Blocks] = {}
         self._checkpoints: dict[int, Blocks] = {}
         self._marks: dict[int, CheckpointMark] = {}

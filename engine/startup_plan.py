@@ -68,6 +68,11 @@ class Limits:
     chunk_tokens: int
     max_draft: int
 
+    @property
+    def piece_tokens(self) -> int:
+        """Tokens of the longest prompt piece: no piece is longer than the context."""
+        return min(self.chunk_tokens, self.max_context)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertSplit:
@@ -221,7 +226,7 @@ def _memory(plan: StartPlan) -> MemoryPlan:
             spec,
             plan.step_parts,
             state_bytes=state_bytes_of(plan),
-            chunk_tokens=limits.chunk_tokens,
+            chunk_tokens=limits.piece_tokens,
             window_rows=MAX_WINDOW_ROWS,
         )
     return make_plan(
@@ -230,7 +235,7 @@ def _memory(plan: StartPlan) -> MemoryPlan:
         element_bytes=dtype.itemsize,
         converts_kv=plan.kv_dtype != dtype,
         num_positions=key_capacity(limits.max_context),
-        chunk_tokens=limits.chunk_tokens,
+        chunk_tokens=limits.piece_tokens,
         window_rows=MAX_WINDOW_ROWS,
         with_draft=plan.with_draft,
         experts=plan.experts.plan,

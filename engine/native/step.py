@@ -76,7 +76,7 @@ def planned_parts(
 
 def most_rows(limits: Limits) -> int:
     """Rows of the widest call: a prompt piece or a full window."""
-    return max(MAX_WINDOW_ROWS, limits.chunk_tokens)
+    return max(MAX_WINDOW_ROWS, limits.piece_tokens)
 
 
 class NativeStep:

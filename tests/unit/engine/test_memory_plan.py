@@ -226,6 +226,31 @@ def test_a_start_that_takes_other_than_planned_is_refused(direction: int) -> Non
     assert held.numel()
 
 
+@pytest.mark.parametrize("kernels", ["compiled", "torch"])
+def test_a_prompt_chunk_beyond_the_context_is_planned_as_what_can_come(
+    directory: Path, kernels: str
+) -> None:
+    config = EngineConfig(
+        model=str(make_checkpoint(directory, "gqa3_gdn2")),
+        device="cpu",
+        dtype="float32",
+        kernels=kernels,
+        max_context=64,
+        chunk_tokens=65_536,
+    )
+    load_engine(config, rehearse=True).close()
+
+
+def test_a_model_without_an_attention_layer_starts_and_can_be_parked(directory: Path) -> None:
+    changes = {"num_hidden_layers": 2, "mtp_num_hidden_layers": 0}
+    checkpoint = write_checkpoint(directory / "no_attention", {**SMALL, **changes})
+    config = EngineConfig(
+        model=str(checkpoint), device="cpu", dtype="float32", max_context=64, max_draft=0
+    )
+    info = load_engine(config).info
+    assert info.page_bytes == info.checkpoint_bytes > 0
+
+
 def test_checkpoints_add_up_and_passing_buffers_count_again() -> None:
     lines = [
         PlanLine(name=step.name, num_bytes=(MIB // 4) << i, step=step)
