@@ -20,8 +20,8 @@ class CacheConfig:
     """Nothing new is kept while the host has less free memory than this."""
     disk_bytes: int = 8 * GIB
     """Of conversation files, where the engine has a directory for them."""
-    resumes_decoded: bool = False
-    """Park the state that decoding has computed as well, and go on from it."""
+    resumes_decoded: bool | None = None
+    """Park the state that decoding has computed as well, and go on from it; None: where that changes no bit."""
     max_checkpoints: int = 6
     """Most checkpoints of one conversation, at least 2."""
     checkpoint_every_tokens: int = 16_384

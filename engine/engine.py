@@ -827,6 +827,7 @@ def load_engine(config: EngineConfig, *, rehearse: bool = False) -> TorchEngine:
         kernels=loaded.kernels,
         load_s=time.perf_counter() - began,
         memory_plan=loaded.plan_items(),
+        reads_as_decodes=no_step is None,
         kv_dtype=str(plan.kv_dtype).removeprefix("torch."),
     )
     directory = text_path(config.model)

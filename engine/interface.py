@@ -328,6 +328,8 @@ class EngineInfo:
     """Which arithmetic was chosen at start, one readable line."""
     load_s: float
     memory_plan: tuple[PlanItem, ...]
+    reads_as_decodes: bool = False
+    """State computed by decoding is, bit for bit, state computed by reading (product.md D3, rule 3)."""
     kv_dtype: str = "none"
     """What keys and values are held in; none: there are none."""
     page_bytes: int = 0

@@ -365,8 +365,9 @@ def serve(
         str,
         _option(
             "--resume",
-            "exact reads the last answer again; fast goes on from its decoding, and texts may differ in near-ties.",
-            choice(RESUMES),
+            "exact reads the last answer again, fast goes on from its decoding (texts may differ in near-ties), "
+            "auto does where that changes nothing.",
+            choice(tuple(RESUMES)),
             "NAME",
         ),
     ] = _DEFAULTS.resume,

@@ -33,7 +33,8 @@ _MIB = 2**20
 _CACHE = CacheConfig()
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
-RESUMES = ("exact", "fast")
+RESUMES = {"auto": None, "exact": False, "fast": True}
+"""Whether decoded state is resumed; None leaves it to what the engine says of itself."""
 DTYPES = ("auto", "float32", "bfloat16")
 KERNELS = ("auto", "compiled", "torch")
 KV_TYPES = ("auto", "fp32", "bf16", "int8")
@@ -128,7 +129,7 @@ class ServeOptions:
     conversation_cache_dir: Path | None = None
     conversation_cache_disk_mib: int | None = None
     """None: the default, where there is a directory."""
-    resume: str = "exact"
+    resume: str = "auto"
     drain_s: float = 30.0
     log_level: str = "info"
     log_format: str = "text"
@@ -192,7 +193,7 @@ def load_config(options: ServeOptions) -> AppConfig:
                     if options.conversation_cache_disk_mib is None
                     else options.conversation_cache_disk_mib * _MIB
                 ),
-                resumes_decoded=options.resume == "fast",
+                resumes_decoded=RESUMES[options.resume],
             ),
             owner_identities=_owner_identities(keys),
         ),

@@ -62,6 +62,8 @@ class Parking:
         """
         self._config = config
         self._chunk_tokens = info.chunk_tokens
+        chosen = config.resumes_decoded
+        self._resumes_decoded = info.reads_as_decodes if chosen is None else chosen
         self._turn_token_id = turn_token_id
         self._free_bytes = free_host_bytes if free_bytes is None else free_bytes
         self._store = ConversationStore(
@@ -158,7 +160,7 @@ class Parking:
 
     def _park(self, slot: Slot, lease: Lease, *, keep: bool = False) -> None:
         try:
-            if self._config.resumes_decoded and not keep:
+            if self._resumes_decoded and not keep:
                 self._add_decoded(slot, lease)
             new_pages = self._store.put(lease, keep=keep)
         except StoreFull as error:
@@ -344,7 +346,7 @@ class Parking:
 
     def _may_resume_at(self, prompt_ids: tuple[int, ...], position: int) -> bool:
         """Where reading goes on exactly as if all had been read; anywhere, when decoded state may be resumed."""
-        return self._config.resumes_decoded or is_cut(
+        return self._resumes_decoded or is_cut(
             prompt_ids,
             position,
             chunk_tokens=self._chunk_tokens,
@@ -353,7 +355,7 @@ class Parking:
 
     def _identity_of(self, owner: str) -> bytes:
         """All that must agree besides tokens and model: whose it is, and how prompts are cut."""
-        rule = f"{self._turn_token_id} {self._chunk_tokens} {self._config.resumes_decoded}"
+        rule = f"{self._turn_token_id} {self._chunk_tokens} {self._resumes_decoded}"
         return f"{rule} {self._identities.get(owner, f'name {owner}')}".encode()
 
     def _checkpoint_positions(self, prompt_ids: tuple[int, ...]) -> frozenset[int]:

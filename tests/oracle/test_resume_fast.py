@@ -1,4 +1,4 @@
-"""`--resume fast`: a follow-up goes on from what decoding computed, and says so in its usage."""
+"""`--resume`: a follow-up goes on from what decoding computed, and says so in its usage."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from tests.factories import make_request
 from tests.oracle.conftest import Models
 from tests.property.schedules import TURN_ID, Server
 
-EXACT = SchedulerConfig(turn_token_id=TURN_ID, cache=CacheConfig(min_free_bytes=0))
-FAST = replace(EXACT, cache=replace(EXACT.cache, resumes_decoded=True))
+AUTO = SchedulerConfig(turn_token_id=TURN_ID, cache=CacheConfig(min_free_bytes=0))
+EXACT = replace(AUTO, cache=replace(AUTO.cache, resumes_decoded=False))
+FAST = replace(AUTO, cache=replace(AUTO.cache, resumes_decoded=True))
 PROMPT = (TURN_ID, *range(20, 90), TURN_ID, 8)
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -51,6 +52,18 @@ def test_texts_agree_where_no_two_ids_are_nearly_tied(models: Models) -> None:
     exact = converse(Server(engine, EXACT), max_draft=4)
     assert [answer for answer, _, _ in fast] == [answer for answer, _, _ in exact]
     assert [cached for _, cached, _ in exact[1:]] == [length - 2 for _, _, length in exact[:-1]]
+
+
+@pytest.mark.parametrize("name", ["gqa4_gdn3_deep", "gdn_wide_values"])
+def test_by_itself_it_goes_on_where_that_changes_no_bit(models: Models, name: str) -> None:
+    """The compiled step computes a row alike whether it is read or decoded; the torch layers do not."""
+    engine = models.engine(name)
+    auto = converse(Server(engine, AUTO), max_draft=4)
+    exact = converse(Server(engine, EXACT), max_draft=4)
+    assert [answer for answer, _, _ in auto] == [answer for answer, _, _ in exact]
+    more = [a > b for (_, a, _), (_, b, _) in zip(auto[1:], exact[1:], strict=True)]
+    assert engine.info.reads_as_decodes == (models.kernels == "compiled")
+    assert more == [engine.info.reads_as_decodes] * 3
 
 
 def test_a_client_that_drops_part_of_the_answer_goes_on_from_its_prompt(models: Models) -> None:

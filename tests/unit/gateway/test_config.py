@@ -263,4 +263,4 @@ def test_options_of_the_disk_tier(started: list[AppConfig], tmp_path: Path) -> N
         None,
     ]
     assert [config.scheduler.cache.disk_bytes >> 20 for config in started] == [8192, 3, 8192]
-    assert [config.scheduler.cache.resumes_decoded for config in started] == [True, True, False]
+    assert [config.scheduler.cache.resumes_decoded for config in started] == [True, True, None]
