@@ -105,7 +105,8 @@ def metadata_from_spec(spec: ModelSpec) -> dict[str, Any]:
         "attention.indexer.head_count": qsa.num_index_heads,
         "attention.indexer.key_length": qsa.index_dim,
         "attention.indexer.top_k": qsa.budget_tokens,
-        "attention.compress_ratios": ratios + [0] * spec.num_draft_layers,
+        # The draft layer selects blocks as well.
+        "attention.compress_ratios": ratios + [qsa.block_tokens] * spec.num_draft_layers,
         "rope.dimension_count": qsa.rotary_dim,
         "rope.dimension_sections": [height, half - time - height, time, 0],
         "rope.freq_base": qsa.rope_theta,

@@ -46,6 +46,8 @@ def default_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_large_model_comes_back_from_its_metadata() -> None:
     metadata = real_metadata()
+    # The draft layer, the last, selects blocks too.
+    assert metadata["qwen4exp.attention.compress_ratios"] == [0, 0, 0, 4] * 12 + [4]
     # Written as fp32.
     metadata["qwen4exp.attention.layer_norm_rms_epsilon"] = float(np.float32(1e-6))
     config = config_from_metadata(metadata, vocab_size=248320, table_rows=320_001_536)
