@@ -15,6 +15,7 @@ from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
 from engine.sources.ggml_export import GgmlExport
 from engine.sources.gguf_metadata import ARCHITECTURE, metadata_from_spec
 from engine.sources.gguf_text import text_metadata
+from engine.sources.widened import widened
 
 if TYPE_CHECKING:
     from engine.model_spec import ModelSpec
@@ -35,10 +36,13 @@ def write_gguf(
 ) -> None:
     """Write every tensor of a source.
 
-    text_directory: where tokenizer.json and chat_template.jinja lie, if there are any. q8: int8 rows as Q8_0 instead of
-    fp32. tensors_per_shard: 0 writes one file. progress: called with a tensor's name and with bytes done and in all.
+    text_directory: where tokenizer.json and chat_template.jinja lie, if there are any. q8: as llama.cpp wants it, int8
+    rows as Q8_0 and the n-gram embedding as wide as the residual. tensors_per_shard: 0 writes one file. progress:
+    called with a tensor's name and with bytes done and in all.
     Raises ConfigMismatch for a model that the format cannot describe.
     """
+    if q8:
+        source, spec = widened(source, spec)
     described = {
         **{f"{ARCHITECTURE}.{key}": value for key, value in metadata_from_spec(spec).items()},
         **text_metadata(text_directory, spec.vocab_size),

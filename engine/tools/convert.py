@@ -22,7 +22,7 @@ def convert(
         bool,
         typer.Option(
             "--q8",
-            help="int8 rows as Q8_0, codes kept, scales rounded to fp16; as fp16 where 32 does not divide a row.",
+            help="For llama.cpp: int8 rows as Q8_0 or fp16, a narrow n-gram embedding filled up with zeros.",
         ),
     ] = False,
 ) -> None:

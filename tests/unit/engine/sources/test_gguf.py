@@ -238,7 +238,8 @@ def test_q8_keeps_codes_and_rounds_scales_alone(tmp_path: Path) -> None:
     assert kinds["blk.3.ffn_down_exps.weight"] == "F16"  # rows of 40
     assert kinds["blk.3.ffn_gate_inp.weight"] == "BF16"
     assert kinds["blk.0.ssm_conv1d.weight"] == kinds["blk.0.ssm_norm.weight"] == "F32"
-    original, rounded = open_source(path, spec), open_source(tmp_path / "q8.gguf", spec)
+    wide = read_spec(tmp_path / "q8.gguf")
+    original, rounded = open_source(path, spec), open_source(tmp_path / "q8.gguf", wide)
     for name in ("lm_head.weight", "model.layers.0.linear_attn.out_proj.weight"):
         held = original.codes(name)
         assert held is not None
@@ -249,6 +250,21 @@ def test_q8_keeps_codes_and_rounds_scales_alone(tmp_path: Path) -> None:
     values = held.codes[5] * held.scales[5].unsqueeze(-1)
     found = rounded.get("model.layers.3.mlp.experts.5.down_proj.weight")
     assert torch.equal(found, values.to(torch.float16))
+    # The n-gram embedding has 16 heads of 16 columns, and of 24 where it is as wide as the residual.
+    assert wide.ple is not None
+    assert (wide.ple.embed_dim, wide.ple.head_dim) == (384, 24)
+    name = "model.layers.1.ple.key_proj.weight"
+    held = original.codes(name)
+    assert held is not None
+    found = rounded.get(name).unflatten(-1, (16, 24))
+    values = held.codes * held.scales.to(torch.float16).to(torch.float32).unsqueeze(-1)
+    assert torch.equal(found[..., :16], values.unflatten(-1, (16, 16)))
+    assert not found[..., 16:].any()
+    prefix = "model.layers.1.ple.ple_embedding.ngram_embedding"
+    first = original.get(f"{prefix}.shard_0.weight")
+    found = rounded.rows(f"{prefix}.weight", 0, len(first))
+    assert torch.equal(found[:, :16], first.to(torch.float16))
+    assert not found[:, 16:].any()
 
 
 def test_a_scale_that_half_precision_cannot_hold_is_refused() -> None:
