@@ -1,8 +1,8 @@
 """`python -m loadtest.bench cpu`: the figures of docs/benchmarks.md, measured over HTTP on servers it starts itself.
 
-Each round starts the server without and with drafts, and Hugging Face transformers on the same weights, one after the
-other; a figure is the median of its rounds, so that a change of the machine's mood meets all of them. Use an idle
-machine: the load before the start is part of the result.
+Each round starts the server without and with drafts, llama.cpp's server if one is given, and Hugging Face transformers
+on the same weights, one after the other; a figure is the median of its rounds, so that a change of the machine's mood
+meets all of them. Use an idle machine: the load before the start is part of the result.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 import platform
-import shutil
 import statistics
 import subprocess
 import sys
@@ -22,22 +21,21 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Annotated, Any, cast
 
 import orjson
 import typer
 from rich.console import Console
 
 from loadtest import scrape
+from loadtest.bench_report import LLAMA_OFF, LLAMA_ON, OFF, ON, markdown
 from loadtest.client import Outcome, RequestPlan, RequestRecord
 from loadtest.config import Limits, Slo, Target
 from loadtest.driver import Driver, Stage, chat_body, http_client
+from loadtest.llama_server import DRAFTS, LlamaServer
 from loadtest.server_process import ServerProcess, free_port, running
 from loadtest.stats import summarize
 from loadtest.workload import random_text
-
-if TYPE_CHECKING:
-    import httpx
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -67,13 +65,14 @@ _QUESTIONS = (
 
 @dataclass(slots=True, kw_only=True)
 class Round:
-    """Figures of one server in one round."""
+    """Figures of one server in one round. Rates are in tokens a second."""
 
     start_up_s: float = 0.0
     peak_mib: float = 0.0
     one_stream_tokens_per_s: float = 0.0
     """From first to last chunk, prompt reading left out, as the HF figure is taken."""
     one_stream_greedy_tokens_per_s: float = 0.0
+    greedy_answers: list[str] = field(default_factory=list[str])
     four_streams_tokens_per_s: float = 0.0
     """All streams together from first request to last answer, prompt reading included."""
     one_client_tokens_per_s: float = 0.0
@@ -85,6 +84,14 @@ class Round:
         default_factory=dict[str, tuple[float, float]]
     )
     """Depth -> (verified, accepted), of the sampled chats."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """What to start: a command that takes `--port N`, and the path that answers 200 when it is ready."""
+
+    command: tuple[str, ...]
+    ready_path: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,9 +122,16 @@ def cpu(
     requests: Annotated[int, typer.Option(min=4, help="Chats per client.")] = 8,
     max_tokens: Annotated[int, typer.Option(min=8)] = 96,
     prompt_words: Annotated[int, typer.Option(min=100, help="Of the long prompts.")] = 1200,
-    threads: Annotated[int | None, typer.Option(min=1, help="Of server and baseline.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Of servers and baseline.")] = None,
     server_option: Annotated[
-        list[str] | None, typer.Option(help="Passed on to every server, such as --dtype=float32.")
+        list[str] | None, typer.Option(help="Passed on to our server, such as --dtype=float32.")
+    ] = None,
+    llama_server: Annotated[
+        Path | None, typer.Option(help="Executable of llama.cpp's server, to measure it as well.")
+    ] = None,
+    llama_model: Annotated[
+        Path | None,
+        typer.Option(help="The same model for it: `stratagate convert MODEL FILE --q8`."),
     ] = None,
     baseline: Annotated[bool, typer.Option(help="Also measure transformers.")] = True,
     out: Annotated[Path | None, typer.Option(help="JSON file for everything measured.")] = None,
@@ -132,16 +146,22 @@ def cpu(
         threads=threads,
         server_options=tuple(server_option or ()),
     )
+    if (llama_server is None) != (llama_model is None):
+        raise typer.BadParameter("--llama-server and --llama-model: found one, required both")
+    servers = {OFF: _ours(plan, "--no-mtp"), ON: _ours(plan)}
+    if llama_server is not None and llama_model is not None:
+        rival = LlamaServer(executable=llama_server, file=llama_model)
+        command = rival.command(plan.model, threads)
+        servers[LLAMA_OFF] = Server(command=command, ready_path="/health")
+        servers[LLAMA_ON] = Server(command=(*command, *DRAFTS), ready_path="/health")
     console = Console(stderr=True)
     load_before = os.getloadavg()[0]
-    plain: list[Round] = []
-    drafts: list[Round] = []
+    measured: dict[str, list[Round]] = {name: [] for name in servers}
     hf: list[dict[str, Any]] = []
     for number in range(rounds):
-        console.print(f"round {number + 1} of {rounds}: without drafts")
-        plain.append(_measure_server(plan, number, "--no-mtp"))
-        console.print(f"round {number + 1} of {rounds}: with drafts")
-        drafts.append(_measure_server(plan, number))
+        for name, server in servers.items():
+            console.print(f"round {number + 1} of {rounds}: {name}")
+            measured[name].append(_measure_server(plan, number, server))
         if baseline:
             console.print(f"round {number + 1} of {rounds}: transformers")
             hf += [_measure_hf(plan, dtype) for dtype in _baseline_dtypes()]
@@ -150,8 +170,7 @@ def cpu(
         "machine": machine(),
         "load_before": load_before,
         "command": "python -m loadtest.bench " + " ".join(sys.argv[1:]),
-        "without_drafts": [asdict(item) for item in plain],
-        "with_drafts": [asdict(item) for item in drafts],
+        "servers": {name: [asdict(item) for item in items] for name, items in measured.items()},
         "transformers": hf,
     }
     if out is not None:
@@ -171,25 +190,22 @@ def machine() -> str:
     return f"{name}, {len(os.sched_getaffinity(0))} cores, {platform.system()}"
 
 
-def _measure_server(plan: Plan, number: int, *options: str) -> Round:
-    """Start a server, run all stages against it, stop it."""
-    port = free_port()
-    command = [_stratagate(), "serve", "--model", str(plan.model), "--port", str(port), *options]
+def _ours(plan: Plan, *options: str) -> Server:
+    command = [sys.executable, "-m", "gateway", "serve", "--model", str(plan.model)]
+    command += (*options, *plan.server_options)
     if plan.threads is not None:
         command += ["--threads", str(plan.threads)]
-    command += plan.server_options
+    return Server(command=tuple(command), ready_path="/ready")
+
+
+def _measure_server(plan: Plan, number: int, server: Server) -> Round:
+    """Start a server, run all stages against it, stop it."""
+    port = free_port()
+    command = [*server.command, "--port", str(port)]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
-        with running(command, port=port, ready_path="/ready", log=log) as server:
-            return asyncio.run(_stages(plan, number, server))
-
-
-def _stratagate() -> str:
-    beside = Path(sys.executable).parent / "stratagate"
-    found = str(beside) if beside.exists() else shutil.which("stratagate")
-    if found is None:
-        raise SystemExit("no command `stratagate`: install the project first")
-    return found
+        with running(command, port=port, ready_path=server.ready_path, log=log) as process:
+            return asyncio.run(_stages(plan, number, process))
 
 
 async def _stages(plan: Plan, number: int, server: ServerProcess) -> Round:
@@ -204,10 +220,10 @@ async def _stages(plan: Plan, number: int, server: ServerProcess) -> Round:
             timeout_s=target.timeout_s,
         )
         watcher = asyncio.create_task(_watch_memory(server))
-        await _stage(http, target, 1, _chats(plan, target, 2, -1, _SAMPLING))  # warm-up
+        await _stage(target, 1, _chats(plan, target, 2, -1, _SAMPLING))  # warm-up
 
         before = await scrape.fetch(http, target.root_url)
-        one = await _stage(http, target, 1, _chats(plan, target, plan.requests, number, _SAMPLING))
+        one = await _stage(target, 1, _chats(plan, target, plan.requests, number, _SAMPLING))
         after = await scrape.fetch(http, target.root_url)
         if before is not None and after is not None:
             rows = scrape.acceptance(before, after)
@@ -216,13 +232,14 @@ async def _stages(plan: Plan, number: int, server: ServerProcess) -> Round:
         found.one_client_tokens_per_s = _total_rate(one)
         found.ttft_ms = 1000 * statistics.median(r.ttft_s or 0.0 for r in one.records)
 
-        greedy = await _stage(http, target, 1, _chats(plan, target, plan.requests, 0, _GREEDY))
+        greedy = await _stage(target, 1, _chats(plan, target, plan.requests, 0, _GREEDY))
         found.one_stream_greedy_tokens_per_s = decode_rate(greedy.records)
+        found.greedy_answers = [record.text for record in greedy.records]
 
         chats = _chats(plan, target, plan.requests * _STREAMS, number, _SAMPLING)
-        found.four_streams_tokens_per_s = _total_rate(await _stage(http, target, _STREAMS, chats))
+        found.four_streams_tokens_per_s = _total_rate(await _stage(target, _STREAMS, chats))
 
-        long = await _stage(http, target, 1, _long_prompts(plan, target, number))
+        long = await _stage(target, 1, _long_prompts(plan, target, number))
         found.prefill_tokens_per_s = statistics.median(
             (r.prompt_tokens or 0) / r.ttft_s for r in long.records if r.ttft_s
         )
@@ -237,14 +254,15 @@ async def _watch_memory(server: ServerProcess) -> None:
         await asyncio.sleep(_MEMORY_EVERY_S)
 
 
-async def _stage(
-    http: httpx.AsyncClient, target: Target, clients: int, plans: list[RequestPlan]
-) -> Stage:
+async def _stage(target: Target, clients: int, plans: list[RequestPlan]) -> Stage:
     await asyncio.sleep(_SETTLE_S)
     source: Iterator[Any] = iter(plans)
     limits = Limits(max_requests=len(plans), duration_s=3600, warmup_s=0)
-    driver = Driver(http=http, target=target, limits=limits, source=source)
-    stage = await driver.closed_loop(clients)
+    async with http_client(target) as http:
+        # llama.cpp's server may close a kept connection just as it is used again; the same for every server.
+        http.headers["connection"] = "close"
+        driver = Driver(http=http, target=target, limits=limits, source=source)
+        stage = await driver.closed_loop(clients)
     for record in stage.records:
         if record.outcome is not Outcome.OK:
             raise SystemExit(f"a request failed: {record.label} {record.error}")
@@ -318,71 +336,6 @@ def _measure_hf(plan: Plan, dtype: str) -> dict[str, Any]:
     if done.returncode:
         raise SystemExit(f"the baseline failed:\n{done.stderr[-2000:]}")
     return cast("dict[str, Any]", json.loads(done.stdout.splitlines()[-1]))
-
-
-def markdown(result: dict[str, Any]) -> str:
-    """The medians as a table for docs/benchmarks.md."""
-    plain, drafts = result["without_drafts"], result["with_drafts"]
-
-    def median(rounds: list[dict[str, Any]], name: str) -> float:
-        return statistics.median(item[name] for item in rounds)
-
-    one, with_drafts = (median(rounds, "one_stream_tokens_per_s") for rounds in (plain, drafts))
-    one_client = median(drafts, "one_client_tokens_per_s")
-    four = median(drafts, "four_streams_tokens_per_s")
-    lines = [
-        f"Measured {result['date']} on {result['machine']} (load before the start: "
-        f"{result['load_before']:.2f}) with `{result['command']}`.",
-        "",
-        "| figure | without drafts | with drafts |",
-        "|---|---|---|",
-        f"| one stream, tokens/s | {one:,.1f} | {with_drafts:,.1f} ({with_drafts / one:.2f}x) |",
-    ]
-    for name, label in (
-        ("one_stream_greedy_tokens_per_s", "one stream, greedy, tokens/s"),
-        ("one_client_tokens_per_s", "one client with prompt reading, tokens/s"),
-        ("four_streams_tokens_per_s", "four clients with prompt reading, tokens/s"),
-        ("prefill_tokens_per_s", "prompt reading, tokens/s"),
-        ("ttft_ms", "time to first token, short prompt, ms"),
-        ("start_up_s", "start of the process to ready, s"),
-        ("peak_mib", "peak memory, MiB (RSS of all processes)"),
-    ):
-        lines.append(f"| {label} | {median(plain, name):,.1f} | {median(drafts, name):,.1f} |")
-    lines += [
-        "",
-        f"Four clients make {four / one_client:.2f} times the tokens of one (with drafts).",
-        "Accepted of verified drafts: " + _acceptance(drafts) + ".",
-        "",
-    ]
-    for dtype in ("float32", "bfloat16"):
-        runs = [item for item in result["transformers"] if item["dtype"] == dtype]
-        if runs:
-            decode = statistics.median(item["decode_tokens_per_s"][0] for item in runs)
-            prefill = statistics.median(item["prefill_tokens_per_s"][0] for item in runs)
-            lines.append(
-                f"transformers {runs[0]['transformers']} on torch {runs[0]['torch']}, {dtype}, same weights: "
-                f"{decode:,.1f} tokens/s (ours without drafts: {one / decode:.1f}x), prompt reading "
-                f"{prefill:,.0f} tokens/s."
-            )
-    return "\n".join(lines)
-
-
-def _acceptance(rounds: list[dict[str, Any]]) -> str:
-    """Over all rounds, in all and by depth."""
-    sums: dict[str, list[float]] = {}
-    for item in rounds:
-        for depth, (offered, kept) in item["acceptance"].items():
-            total = sums.setdefault(depth, [0.0, 0.0])
-            total[0] += offered
-            total[1] += kept
-    if not sums:
-        return "none was verified"
-    offered, kept = (sum(total[index] for total in sums.values()) for index in (0, 1))
-    depths = ", ".join(
-        f"depth {depth}: {total[1] / total[0]:.2f} of {total[0]:,.0f}"
-        for depth, total in sorted(sums.items())
-    )
-    return f"{kept / offered:.2f} in all; {depths}"
 
 
 if __name__ == "__main__":

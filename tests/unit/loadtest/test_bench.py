@@ -5,13 +5,19 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
-from loadtest.bench import Round, decode_rate, machine, markdown
+from loadtest.bench import Round, decode_rate, machine
+from loadtest.bench_report import markdown
+from loadtest.llama_server import LlamaServer
 from loadtest.server_process import StartError, free_port, running
 from tests.unit.loadtest.records import record
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 SERVER = """
 import http.server, sys
@@ -35,13 +41,15 @@ def test_decode_rate_leaves_the_first_chunk_out() -> None:
     assert decode_rate([]) == 0.0
 
 
-def rounds(*rates: float) -> list[dict[str, object]]:
+def rounds(*rates: float, answers: Sequence[str] = ("a", "b")) -> list[dict[str, object]]:
     return [
         asdict(
             Round(
                 one_stream_tokens_per_s=rate,
                 one_client_tokens_per_s=rate,
                 four_streams_tokens_per_s=rate * 3,
+                prefill_tokens_per_s=rate * 20,
+                greedy_answers=list(answers),
                 acceptance={"1": (10.0, 8.0), "2": (5.0, 2.0)},
             )
         )
@@ -56,8 +64,12 @@ def test_the_table_shows_medians_and_ratios() -> None:
             "machine": "a machine",
             "load_before": 0.1,
             "command": "a command",
-            "without_drafts": rounds(90.0, 100.0, 500.0),
-            "with_drafts": rounds(200.0, 150.0, 100.0),
+            "servers": {
+                "without drafts": rounds(90.0, 100.0, 500.0),
+                "with drafts": rounds(200.0, 150.0, 100.0),
+                "llama.cpp without drafts": rounds(80.0, answers=["a", "c"]),
+                "llama.cpp with drafts": rounds(300.0),
+            },
             "transformers": [
                 {
                     "dtype": "float32",
@@ -69,10 +81,27 @@ def test_the_table_shows_medians_and_ratios() -> None:
             ],
         }
     )
-    assert "| one stream, tokens/s | 100.0 | 150.0 (1.50x) |" in text
+    assert "| one stream, tokens/s | 100.0 | 150.0 | 80.0 | 300.0 |" in text
+    assert "With drafts against without: one stream 1.50x" in text
     assert "3.00 times the tokens of one" in text
     assert "0.67 in all; depth 1: 0.80 of 30, depth 2: 0.40 of 15" in text
-    assert "10.0 tokens/s (ours without drafts: 10.0x)" in text
+    assert "Ours without drafts against llama.cpp without drafts: one stream 1.25x" in text
+    assert "Ours with drafts against llama.cpp with drafts: one stream 0.50x" in text
+    assert "as ours without drafts, with drafts: 2 of 2." in text
+    assert "as ours without drafts, llama.cpp without drafts: 1 of 2." in text
+    assert (
+        "10.0 tokens/s (ours without drafts: 10.0x), prompt reading 1,000 tokens/s (2.0x)" in text
+    )
+
+
+def test_llama_gets_the_models_sampling_and_four_whole_contexts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 512}')
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.7, "eos_token_id": 3}')
+    rival = LlamaServer(executable=Path("server"), file=Path("m.gguf"))
+    command = " ".join(rival.command(tmp_path, 2))
+    assert command.startswith("server --model m.gguf ")
+    assert "--parallel 4 " in command
+    assert command.endswith("--ctx-size 2048 --repeat-last-n 512 --threads 2 --temp 0.7")
 
 
 def test_the_machine_is_named() -> None:
