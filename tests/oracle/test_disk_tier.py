@@ -38,7 +38,7 @@ Start = Callable[..., Server]
 
 
 @pytest.fixture
-def start(models: Models, tmp_path: Path) -> Start:
+def start(checkpoints: Models, tmp_path: Path) -> Start:
     """Starts a server over the directory, after ending the one before."""
     running: list[TorchEngine] = []
 
@@ -46,7 +46,7 @@ def start(models: Models, tmp_path: Path) -> Start:
         for old in running:
             old.close()
         chosen = replace(
-            engine_config(models.checkpoint("no_ple")), parked_dir=str(tmp_path), **engine
+            engine_config(checkpoints.checkpoint("no_ple")), parked_dir=str(tmp_path), **engine
         )  # type: ignore[arg-type]
         running[:] = [load_engine(chosen)]
         return Server(running[0], config)

@@ -63,10 +63,10 @@ def with_int8_table(checkpoint: Path) -> Path:
 
 
 @pytest.mark.parametrize("form", ["whole", "shards", "int8"])
-def test_the_three_ways_give_the_same_bits(models: Models, tmp_path: Path, form: str) -> None:
+def test_the_three_ways_give_the_same_bits(checkpoints: Models, tmp_path: Path, form: str) -> None:
     match form:
         case "shards":
-            checkpoint = models.checkpoint("gqa3_gdn2", with_mtp=False)
+            checkpoint = checkpoints.checkpoint("gqa3_gdn2", with_mtp=False)
         case "int8":
             checkpoint = with_int8_table(write_checkpoint(tmp_path / "small", SMALL))
         case _:

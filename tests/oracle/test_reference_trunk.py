@@ -30,29 +30,29 @@ def test_fresh_memory_is_nan() -> None:
 
 @pytest.mark.parametrize("length", [1, 2, 7, 17, 33, 119])
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_equal_hugging_face(models: Models, name: str, length: int) -> None:
+def test_logits_equal_hugging_face(checkpoints: Models, name: str, length: int) -> None:
     ids = tiny.text(name)[:length]
-    logits, _ = models.reference(name).forward(ids)
-    torch.testing.assert_close(logits, models.hf_logits(name, ids), atol=REFERENCE_LOGITS, rtol=0)
+    logits, _ = checkpoints.reference(name).forward(ids)
+    torch.testing.assert_close(logits, checkpoints.hf_logits(name, ids), atol=REFERENCE_LOGITS, rtol=0)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_text_of_one_token_over_and_over(models: Models, name: str) -> None:
+def test_a_text_of_one_token_over_and_over(checkpoints: Models, name: str) -> None:
     ids = tiny.monotone_text(name)
-    logits, _ = models.reference(name).forward(ids)
-    torch.testing.assert_close(logits, models.hf_logits(name, ids), atol=REFERENCE_LOGITS, rtol=0)
+    logits, _ = checkpoints.reference(name).forward(ids)
+    torch.testing.assert_close(logits, checkpoints.hf_logits(name, ids), atol=REFERENCE_LOGITS, rtol=0)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_eos_at_the_very_start(models: Models, name: str) -> None:
+def test_eos_at_the_very_start(checkpoints: Models, name: str) -> None:
     ids = [tiny.EOS, tiny.EOS, *tiny.text(name, seed=1)[:20]]
-    logits, _ = models.reference(name).forward(ids)
-    torch.testing.assert_close(logits, models.hf_logits(name, ids), atol=REFERENCE_LOGITS, rtol=0)
+    logits, _ = checkpoints.reference(name).forward(ids)
+    torch.testing.assert_close(logits, checkpoints.hf_logits(name, ids), atol=REFERENCE_LOGITS, rtol=0)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if tiny.GRID[name].config().ple_layer_ids])
-def test_hash_buffers_are_those_of_the_formula(models: Models, name: str) -> None:
-    model = models.reference(name)
+def test_hash_buffers_are_those_of_the_formula(checkpoints: Models, name: str) -> None:
+    model = checkpoints.reference(name)
     config = tiny.GRID[name].config()
     buffers = under(model.layers[1], "ple.ple_embedding")
     assert buffers["layer_multipliers"].tolist() == layer_multipliers(config.vocab_size)
@@ -63,10 +63,10 @@ def test_hash_buffers_are_those_of_the_formula(models: Models, name: str) -> Non
 
 @pytest.mark.parametrize("name", NAMES)
 def test_texts_select_and_leave_no_choice_to_rounding(
-    models: Models, name: str, monkeypatch: pytest.MonkeyPatch
+    checkpoints: Models, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Condition on the texts: selection happens in every sparse layer, and no chosen block ties with one left out."""
-    model = models.reference(name)
+    model = checkpoints.reference(name)
     budget = model.config.indexer_budget // model.config.indexer_compress_ratio
     margins: list[float] = []
     block_scores = qsa.block_scores
