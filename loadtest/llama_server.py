@@ -15,7 +15,7 @@ _SAMPLING = {
 _NUM_SLOTS = 4
 _FIXED = (
     *("--min-p", "0", "--parallel", str(_NUM_SLOTS)),
-    *("--reasoning", "off", "--reasoning-format", "none", "--offline", "--no-webui"),
+    *("--reasoning", "off", "--offline", "--no-webui"),
 )
 # Its own draft layer, with our chain length and gate.
 DRAFTS = ("--spec-type", "draft-mtp", "--spec-draft-n-max", "4", "--spec-draft-p-min", "0.5")
