@@ -46,7 +46,9 @@ NEEDS_ZIG := $(if $(shell command -v cc gcc clang 2>/dev/null),,ziglang)
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
+# A library that was removed, or belongs to other sources, is compiled again.
 serve: $(VENV)/.serve ## start the server with the default model: http://127.0.0.1:8080/
+	@$(BIN)/python -m engine.native.build || true
 	$(BIN)/stratagate serve $(ARGS)
 
 # One process a core, whole files each: the models that a file's tests share are built once.

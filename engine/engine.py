@@ -812,7 +812,8 @@ def load_engine(config: EngineConfig, *, rehearse: bool = False) -> TorchEngine:
         if no_step is None:
             loaded = _load_step(checkpoint, config, spec, machine, num_threads)
         else:
-            _log.info("the compiled step is not used: %s", no_step)
+            level = logging.INFO if config.kernels == "torch" or has_gpu else logging.WARNING
+            _log.log(level, "the torch layers run, several times slower on a CPU: %s", no_step)
             loaded = _load_layers(checkpoint, config, spec, machine, device, dtype, num_threads)
     plan = loaded.plan
     info = EngineInfo(
@@ -964,7 +965,7 @@ def _load_layers(
         draft=model.draft,
         experts=model.experts,
         state=state,
-        kernels=model.report.line(),
+        kernels=f"torch layers, {model.report.line()}",
         plan=plan,
         marks=marks,
         part_bytes=part_bytes,

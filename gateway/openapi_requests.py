@@ -35,8 +35,10 @@ from gateway.token_wire import MAX_IDS, MAX_TEXT_CHARS
 from gateway.wire import (
     EFFORTS,
     MAX_CHOICES,
+    MAX_DEADLINE_S,
     MAX_KEY_CHARS,
     MAX_LOGIT_BIASES,
+    MAX_PRIORITY,
     MAX_PROMPTS,
     MAX_SEED,
     MAX_STOP_CHARS,
@@ -44,6 +46,7 @@ from gateway.wire import (
     MAX_STOP_STRINGS,
     MAX_TOKENS,
     MAX_TOOLS,
+    MIN_DEADLINE_S,
     MIN_SEED,
     OFF,
     OFF_IN_CHAT,
@@ -113,6 +116,8 @@ class _Requests:
             "logit_bias": biases,
             "spec": described(integer(0, MAX_SPEC), "Longest draft chain."),
             "spec_min_p": number(0, 1),
+            "priority": described(integer(-MAX_PRIORITY, MAX_PRIORITY), "Smaller goes first."),
+            "deadline_s": number(MIN_DEADLINE_S, MAX_DEADLINE_S),
             "prompt_cache_key": text(0, MAX_KEY_CHARS),
             "structured_outputs": _structured_outputs(),
         }

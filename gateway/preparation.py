@@ -169,6 +169,8 @@ class Preparer:
                             conversation_key=options.conversation_key,
                             max_draft=options.spec,
                             spec_min_p=options.spec_min_p,
+                            priority=-options.priority,
+                            deadline_s=options.deadline_s,
                         ),
                         in_thought=prompt.in_thought,
                         echo=echo,

@@ -41,6 +41,8 @@ _SAME = (
     "logit_bias",
     "spec",
     "spec_min_p",
+    "priority",
+    "deadline_s",
     "enable_thinking",
     "chat_template_kwargs",
     "thinking_budget",

@@ -41,6 +41,8 @@ DEFAULT_COMPLETION_TOKENS = 16
 MAX_KEY_CHARS = 512
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 TOOL_NAME = r"[A-Za-z0-9_.-]{1,64}"
+MAX_PRIORITY = 100
+MIN_DEADLINE_S, MAX_DEADLINE_S = 1, 86_400
 MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1
 
 OFF: dict[str, tuple[object, ...]] = {
@@ -62,6 +64,17 @@ OFF: dict[str, tuple[object, ...]] = {
     "json_schema": (),
     "use_beam_search": (False,),
     "prompt_logprobs": (),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "truncate_prompt_tokens": (),
+    "skip_special_tokens": (True,),
+    "length_penalty": (1, 1.0),
+    "typical_p": (1, 1.0),
+    "mirostat": (0,),
+    "dry_multiplier": (0, 0.0),
+    "xtc_probability": (0, 0.0),
+    "n_predict": (-1,),
+    "add_generation_prompt": (True,),
 }
 OFF_IN_CHAT: dict[str, tuple[object, ...]] = {"echo": (False,)}
 OFF_IN_COMPLETION: dict[str, tuple[object, ...]] = {
@@ -102,6 +115,9 @@ class GenerationOptions:
     spec: int | None = None
     spec_min_p: float | None = None
     conversation_key: str = ""
+    priority: int = 0
+    """Smaller goes first, as in vLLM."""
+    deadline_s: float | None = None
     structure: Structure | None = None
     """What the answer must look like."""
     thinking_budget: int | None = None
@@ -260,6 +276,8 @@ def _options(fields: Fields, max_tokens: int | None, top_logprobs: int | None) -
         spec=fields.integer("spec", 0, MAX_SPEC),
         spec_min_p=fields.number("spec_min_p", 0, 1),
         conversation_key=_conversation_key(fields),
+        priority=fields.integer("priority", -MAX_PRIORITY, MAX_PRIORITY) or 0,
+        deadline_s=fields.number("deadline_s", MIN_DEADLINE_S, MAX_DEADLINE_S),
         structure=parse_structure(fields),
         thinking_budget=_thinking_budget(fields),
     )

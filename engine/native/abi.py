@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
+import sys
 from ctypes import (
     POINTER,
     Structure,
@@ -24,7 +25,7 @@ from engine.native.build import LIBRARY, sources_hash
 PANEL = 16
 """Rows of a weight that lie side by side."""
 KIND_F32, KIND_BF16, KIND_I8 = 0, 1, 2
-_ADVICE = "install a C compiler or the package ziglang, then run `python -m engine.native.build`"
+_ADVICE = f"run `{sys.executable} -m engine.native.build`, which needs a C compiler or the package ziglang"
 _NEEDED_FLAGS = ("avx2", "fma")
 """What the library is compiled for on x86-64, beside what every such processor has."""
 

@@ -296,6 +296,20 @@ CHAT: list[tuple[object, str | None]] = [
     (chat(guided_json={}), "guided_json"),
     (chat(best_of=1.0), "best_of"),
     (chat(echo=True), "echo"),
+    (chat(priority=1.5), "priority"),
+    (chat(priority=101), "priority"),
+    (chat(deadline_s=0), "deadline_s"),
+    (chat(deadline_s="1"), "deadline_s"),
+    (chat(allowed_token_ids=[5]), "allowed_token_ids"),
+    (chat(bad_words=["a"]), "bad_words"),
+    (chat(truncate_prompt_tokens=5), "truncate_prompt_tokens"),
+    (chat(skip_special_tokens=False), "skip_special_tokens"),
+    (chat(length_penalty=2), "length_penalty"),
+    (chat(typical_p=0.5), "typical_p"),
+    (chat(mirostat=2), "mirostat"),
+    (chat(dry_multiplier=1), "dry_multiplier"),
+    (chat(n_predict=3), "n_predict"),
+    (chat(add_generation_prompt=False), "add_generation_prompt"),
 ]
 
 COMPLETIONS: list[tuple[object, str | None]] = [

@@ -206,3 +206,29 @@ def test_failures_in_json_logs_have_their_traceback() -> None:
     line = json.loads(JsonFormatter().format(record))
     assert line["message"] == "m 1"
     assert "ValueError: bad" in line["exception"]
+
+
+async def test_a_request_is_given_up_at_its_deadline() -> None:
+    async with live_server(FakeScript(decode_s=0.05)) as live:
+        body = chat_body(max_tokens=4000, ignore_eos=True, deadline_s=1)
+        response = await live.client.post(CHAT, json=body)
+        assert response.status_code == 504
+        assert response.json()["error"]["code"] == "deadline_exceeded"
+        await live.wait_idle()
+
+
+async def test_a_request_of_higher_priority_overtakes_those_that_wait() -> None:
+    async with live_server(FakeScript(decode_s=0.01, num_slots=1)) as live:
+        ended: list[str] = []
+
+        async def ask(name: str, **fields: int) -> None:
+            await live.client.post(CHAT, json=chat_body(max_tokens=40, ignore_eos=True, **fields))
+            ended.append(name)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(ask("first"))
+            await live.wait_busy()
+            tasks.create_task(ask("later", priority=3))
+            await asyncio.sleep(0.05)
+            tasks.create_task(ask("sooner", priority=-3))
+        assert ended.index("sooner") < ended.index("later")

@@ -33,21 +33,27 @@ def test_fresh_memory_is_nan() -> None:
 def test_logits_equal_hugging_face(checkpoints: Models, name: str, length: int) -> None:
     ids = tiny.text(name)[:length]
     logits, _ = checkpoints.reference(name).forward(ids)
-    torch.testing.assert_close(logits, checkpoints.hf_logits(name, ids), atol=REFERENCE_LOGITS, rtol=0)
+    torch.testing.assert_close(
+        logits, checkpoints.hf_logits(name, ids), atol=REFERENCE_LOGITS, rtol=0
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_text_of_one_token_over_and_over(checkpoints: Models, name: str) -> None:
     ids = tiny.monotone_text(name)
     logits, _ = checkpoints.reference(name).forward(ids)
-    torch.testing.assert_close(logits, checkpoints.hf_logits(name, ids), atol=REFERENCE_LOGITS, rtol=0)
+    torch.testing.assert_close(
+        logits, checkpoints.hf_logits(name, ids), atol=REFERENCE_LOGITS, rtol=0
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_eos_at_the_very_start(checkpoints: Models, name: str) -> None:
     ids = [tiny.EOS, tiny.EOS, *tiny.text(name, seed=1)[:20]]
     logits, _ = checkpoints.reference(name).forward(ids)
-    torch.testing.assert_close(logits, checkpoints.hf_logits(name, ids), atol=REFERENCE_LOGITS, rtol=0)
+    torch.testing.assert_close(
+        logits, checkpoints.hf_logits(name, ids), atol=REFERENCE_LOGITS, rtol=0
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if tiny.GRID[name].config().ple_layer_ids])
