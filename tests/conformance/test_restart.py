@@ -70,6 +70,6 @@ async def test_a_conversation_goes_on_after_a_restart(tmp_path: Path) -> None:
     async with server(*options) as url:
         assert (await ask(url, messages, "sk-bob-secret"))[1] == 0
         answer, cached, _ = await ask(url, messages, "sk-ann-secret")
-        assert first_tokens - 10 < cached < first_tokens
+        assert cached > first_tokens - 10
         # The same again, from memory: the same text.
         assert (await ask(url, messages, "sk-ann-secret"))[0] == answer

@@ -187,7 +187,8 @@ async def test_locust_shows_streams_as_rows(tmp_path: Path) -> None:
     for user in ("chat", "agent"):
         requests = int(rows[user]["Request Count"])
         assert requests > 0
-        assert requests == int(rows[f"{user} TTFT"]["Request Count"])
-        assert requests == int(rows[f"{user} tokens/s"]["Request Count"])
+        # Each of the 4 users may be stopped between one row and the next.
+        for figure in ("TTFT", "tokens/s"):
+            assert requests - 4 <= int(rows[f"{user} {figure}"]["Request Count"]) <= requests + 4
         assert int(rows[f"{user} ITL"]["Request Count"]) > 0
     assert rows["Aggregated"]["Failure Count"] == "0"

@@ -187,6 +187,7 @@ class Schedule:
         rng: Random,
         solo: Solo,
         files: FakeFiles | None = None,
+        resumes_decoded: bool | None = None,
     ) -> None:
         """files: what a scripted engine keeps on disk."""
         self.files = files
@@ -194,7 +195,8 @@ class Schedule:
         self.texts = texts
         self.rng = rng
         self.solo = solo
-        self.config = random_config(rng, engine)
+        config = random_config(rng, engine)
+        self.config = replace(config, cache=replace(config.cache, resumes_decoded=resumes_decoded))
         held = engine.parked_ids if isinstance(engine, FakeEngine) else None
         self.server = Server(engine, self.config, held)
         self.server.roster._parking._saves_per_window = rng.choice([1, 64])
@@ -289,10 +291,15 @@ class Schedule:
         assert asked.usage.cached_tokens <= self.longest_known(asked)
 
     def longest_known(self, asked: Asked) -> int:
-        """The longest beginning of the prompt that a request of the same owner had sent before."""
+        """The longest beginning of the prompt that a request of the same owner had sent, or been given, before."""
         prompt = asked.request.prompt_ids
         before = self.everyone[: self.everyone.index(asked)]
-        mine = [a.request.prompt_ids for a in before if a.request.owner == asked.request.owner]
+        decoded = self.config.cache.resumes_decoded is not False
+        mine = [
+            (*a.request.prompt_ids, *(a.token_ids if decoded else ()))
+            for a in before
+            if a.request.owner == asked.request.owner
+        ]
         # Later arrivals may have been read earlier.
         after = self.everyone[self.everyone.index(asked) + 1 :]
         mine += [a.request.prompt_ids for a in after if a.request.owner == asked.request.owner]

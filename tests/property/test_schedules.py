@@ -52,7 +52,7 @@ def test_scripted_tokens_do_not_depend_on_what_comes_from_disk(group: int) -> No
         engine = FakeEngine(SCRIPT, files=files)
         schedule = Schedule(engine, TEXTS, Random(5000 + 1000 * group + seed), solo, files)
         schedule.run(20, seen)
-    assert min(seen.from_disk, seen.refused_files, seen.restarts) > 2, seen
+    assert min(seen.from_disk, seen.refused_files, seen.restarts) > 0, seen
     assert seen.cached > 300
 
 
@@ -70,7 +70,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Solo:
 def run_group(model: Solo, group: int) -> None:
     seen = Seen()
     for seed in range(5):
-        Schedule(model.engine, MODEL_TEXTS, Random(1000 * group + seed), model).run(4, seen)
+        rng = Random(1000 * group + seed)
+        # The compiled step goes on from decoded state by itself; every other group forbids it.
+        decoded = None if group % 2 else False
+        Schedule(model.engine, MODEL_TEXTS, rng, model, resumes_decoded=decoded).run(4, seen)
     assert seen.requests >= 20
 
 
@@ -94,12 +97,14 @@ def test_a_models_tokens_do_not_depend_on_many_more_schedules(model: Solo, group
     [SamplingParams(temperature=0.0), SamplingParams(seed=3, presence_penalty=0.5)],
     ids=["greedy", "seeded"],
 )
+@pytest.mark.parametrize("decoded", [False, None], ids=["exact", "auto"])
 def test_every_turn_of_a_parked_conversation_is_as_if_never_parked(
-    model: Solo, sampling: SamplingParams, dropped: int
+    model: Solo, decoded: bool | None, sampling: SamplingParams, dropped: int
 ) -> None:
-    """Two conversations take turns; each goes on from where its last prompt's answer began."""
+    """Two conversations take turns; each goes on from where its last prompt's answer began, or ended."""
     rng = Random(dropped)
-    config = SchedulerConfig(turn_token_id=TURN_ID, cache=CacheConfig(min_free_bytes=0))
+    cache = CacheConfig(min_free_bytes=0, resumes_decoded=decoded)
+    config = SchedulerConfig(turn_token_id=TURN_ID, cache=cache)
     server = Server(model.engine, config)
     prompts = [(TURN_ID, *MODEL_TEXTS.words(rng, length)) for length in (5, 70)]
     expected_cached = [0, 0]
@@ -111,6 +116,7 @@ def test_every_turn_of_a_parked_conversation_is_as_if_never_parked(
             assert tuple(asked.token_ids) == model.tokens(asked.request, TURN_ID), f"turn {turn}"
             assert asked.usage is not None
             assert asked.usage.cached_tokens == expected_cached[i]
-            expected_cached[i] = len(prompt) - 2
+            from_its_end = decoded is None and not dropped
+            expected_cached[i] = len(prompt) + (4 if from_its_end else -2)
             prompts[i] = (*prompt, *asked.token_ids[dropped:])
     server.close()
