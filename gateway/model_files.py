@@ -69,6 +69,8 @@ class ModelFiles:
 
 def load_model_files(directory: Path) -> ModelFiles:
     """Read a checkpoint's text files. Raises TokenizerError naming the file."""
+    if not directory.exists():
+        raise TokenizerError(f"{directory}: no such file or directory")
     if not directory.is_dir():
         raise TokenizerError(f"{directory} is not a directory")
     if not any((directory / name).is_file() for name in ("config.json", "tokenizer.json")):

@@ -14,6 +14,8 @@ SchedulerError
  +-- EngineStartFailed        the first start: the engine cannot be loaded
 """
 
+import engine.errors as engine_errors
+
 
 class SchedulerError(Exception):
     """Anything the scheduler refuses or gives up."""
@@ -83,5 +85,7 @@ class EngineStartFailed(SchedulerError):
     """
 
     def __init__(self, message: str, *, kind: str = "") -> None:
-        super().__init__(f"{kind}: {message}" if kind else message)
+        # The engine's own errors are written to be read; of any other the class is half of what it says.
+        explains_itself = not kind or hasattr(engine_errors, kind)
+        super().__init__(message if explains_itself else f"{kind}: {message}")
         self.kind = kind

@@ -127,7 +127,7 @@ def test_model_files_of_the_default_model() -> None:
     assert files.think_ids is not None
     assert len(files.defaults.stop_token_ids) == 2
     assert files.decode([files.turn_token_id]) == ""
-    with pytest.raises(TokenizerError, match="not a directory"):
+    with pytest.raises(TokenizerError, match="no such file or directory"):
         load_model_files(model_path("default") / "nowhere")
 
 

@@ -159,7 +159,7 @@ async def test_a_first_load_that_fails_is_final() -> None:
     launcher = Launcher()
     launcher.errors = {0: EngineStartFailed("no such file", kind="ModelLoadError")}
     async with supervised(launcher) as supervisor:
-        with pytest.raises(EngineStartFailed, match="ModelLoadError: no such file"):
+        with pytest.raises(EngineStartFailed, match="^no such file"):
             await supervisor.started
     assert launcher.num_launches == 1
     assert supervisor.state is EngineState.FAILED
