@@ -76,6 +76,7 @@ async def run(live: Live, num_requests: int) -> int:
     return sum(left)
 
 
+# Flat memory is half of what is promised here, and only Linux's /proc tells anonymous memory from mapped files.
 @pytest.mark.skipif(not STATUS.exists(), reason="needs /proc")
 async def test_nothing_stays_of_clients_that_come_and_go() -> None:
     async with live_server(SCRIPT, scheduler_config=CONFIG) as live:

@@ -292,6 +292,7 @@ asyncio.run(main())
 """
 
 
+# Elsewhere no signal tells a child of its parent's death: there the engine ends when it next reads its closed pipe.
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and the parent's death signal")
 @pytest.mark.parametrize("in_window", [False, True], ids=["idle", "in a window"])
 async def test_a_killed_server_leaves_no_engine_behind(in_window: bool) -> None:
