@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,20 +33,9 @@ KEY_TILE = 64
 class Rows:
     """Rows of one window, laid out slot after slot; slots with more rows come first.
 
-    Flat tensors have R rows; `padded` gives [B, T, ...] with T the most rows of any slot.
+    Flat tensors have R rows; `padded` gives [B, T, ...] with T the most rows of any slot. Index tensors are made when
+    they are first asked for: the compiled step asks for none.
     """
-
-    __slots__ = (
-        "_counts",
-        "_flat_index",
-        "_pad_index",
-        "_uniform",
-        "host_position",
-        "max_rows",
-        "position",
-        "slot",
-        "slots",
-    )
 
     def __init__(
         self,
@@ -59,16 +49,34 @@ class Rows:
         self._counts = tuple(counts)
         self.max_rows = self._counts[0]
         self._uniform = self._counts[-1] == self.max_rows
-        t = self.max_rows
-        pairs = [(b, j) for b, n in enumerate(counts) for j in range(n)]
-        self.slot = torch.tensor([slots[b] for b, _ in pairs], device=device)
-        self.host_position = tuple(starts[b] + j for b, j in pairs)
-        self.position = torch.tensor(self.host_position, device=device)
-        if not self._uniform:
-            firsts = [sum(counts[:b]) for b in range(len(counts))]
-            pads = [firsts[b] + min(j, n - 1) for b, n in enumerate(counts) for j in range(t)]
-            self._pad_index = torch.tensor(pads, device=device)
-            self._flat_index = torch.tensor([b * t + j for b, j in pairs], device=device)
+        self._pairs = [(b, j) for b, n in enumerate(counts) for j in range(n)]
+        self.host_position = tuple(starts[b] + j for b, j in self._pairs)
+        self._device = device
+
+    @cached_property
+    def slot(self) -> Tensor:
+        """int64 [R]: each row's slot."""
+        return torch.tensor([self.slots[b] for b, _ in self._pairs], device=self._device)
+
+    @cached_property
+    def position(self) -> Tensor:
+        """int64 [R]: each row's position."""
+        return torch.tensor(self.host_position, device=self._device)
+
+    @cached_property
+    def _pad_index(self) -> Tensor:
+        firsts = [sum(self._counts[:b]) for b in range(len(self._counts))]
+        pads = [
+            firsts[b] + min(j, count - 1)
+            for b, count in enumerate(self._counts)
+            for j in range(self.max_rows)
+        ]
+        return torch.tensor(pads, device=self._device)
+
+    @cached_property
+    def _flat_index(self) -> Tensor:
+        flat = [b * self.max_rows + j for b, j in self._pairs]
+        return torch.tensor(flat, device=self._device)
 
     def active(self, j: int) -> int:
         """How many slots, from the front, have a row j."""

@@ -54,7 +54,7 @@ class Geometry(Structure):
     """Numbers of the model and of its state."""
 
     _fields_ = (
-        *_ints("hidden num_streams rank vocab_size num_layers qsa_interval"),
+        *_ints("hidden num_streams rank vocab_size num_layers"),
         ("norm_eps", c_float),
         *_ints("key_heads value_heads key_dim value_dim conv_width gate_is_silu"),
         *_ints(
@@ -114,7 +114,7 @@ class Ple(Structure):
             "table table_scale norm_key norm_query norm_conv conv multipliers sizes offsets"
         ),
         ("eos_id", c_int64),
-        *_ints("table_kind num_hash_heads heads_per_ngram head_dim ngram_size conv_width index"),
+        *_ints("table_kind heads_per_ngram head_dim ngram_size conv_width index"),
     )
 
 

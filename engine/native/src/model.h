@@ -9,7 +9,7 @@
 #include "product.h"
 
 typedef struct {
-    int32_t hidden, num_streams, rank, vocab_size, num_layers, qsa_interval;
+    int32_t hidden, num_streams, rank, vocab_size, num_layers;
     float norm_eps;
     /* GDN */
     int32_t key_heads, value_heads, key_dim, value_dim, conv_width, gate_is_silu;
@@ -54,7 +54,7 @@ typedef struct {
     const float *norm_key, *norm_query, *norm_conv, *conv;
     const int64_t *multipliers, *sizes, *offsets;
     int64_t eos_id;
-    int32_t table_kind, num_hash_heads, heads_per_ngram, head_dim, ngram_size, conv_width, index;
+    int32_t table_kind, heads_per_ngram, head_dim, ngram_size, conv_width, index;
 } Ple;
 
 /* Exactly one of gdn and qsa is not NULL; ple may be NULL. gdn_index: counter among the GDN layers. */

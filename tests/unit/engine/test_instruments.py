@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from engine.config import EngineConfig, text_path
-from engine.engine import load_engine
+from engine.engine import TorchEngine, load_engine
 from engine.errors import ConversationsMismatch, InstrumentRefused
 from engine.expert_profile import profile_of_counts, read_profile
 from engine.instruments import StageTimer, count_allocations
@@ -70,17 +71,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("floor") / "small", SMALL)
 
 
+def torch_engine(checkpoint: Path, **numbers: int) -> TorchEngine:
+    """Whose layers can be looked at."""
+    config = EngineConfig(model=str(checkpoint), device="cpu", threads=1, kernels="torch")
+    return load_engine(replace(config, **numbers))
+
+
 def test_the_floor_times_every_layer_of_the_window_that_the_engine_runs(checkpoint: Path) -> None:
-    engine = load_engine(
-        EngineConfig(
-            model=str(checkpoint),
-            device="cpu",
-            threads=1,
-            num_slots=2,
-            max_context=64,
-            kernels="torch",
-        )
-    )
+    engine = torch_engine(checkpoint, num_slots=2, max_context=64)
     floor = measure_floor(engine, rows=3, position=10, windows=2)
     assert (floor.num_rows, floor.num_layers) == (6, 4)
     assert set(floor.stages) == {"start", "GDN", "GDN with PLE", "QSA", "head"}
@@ -92,16 +90,7 @@ def test_the_floor_times_every_layer_of_the_window_that_the_engine_runs(checkpoi
 
 
 def test_the_staged_window_is_the_window(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = load_engine(
-        EngineConfig(
-            model=str(checkpoint),
-            device="cpu",
-            threads=1,
-            num_slots=1,
-            max_context=64,
-            kernels="torch",
-        )
-    )
+    engine = torch_engine(checkpoint, num_slots=1, max_context=64)
     seen: list[torch.Tensor] = []
     head = type(engine.trunk).logits
     monkeypatch.setattr(
@@ -117,17 +106,7 @@ def test_the_staged_window_is_the_window(checkpoint: Path, monkeypatch: pytest.M
 
 
 def test_a_profile_counts_every_row_and_ranks_what_was_routed(checkpoint: Path) -> None:
-    engine = load_engine(
-        EngineConfig(
-            model=str(checkpoint),
-            device="cpu",
-            threads=1,
-            num_slots=1,
-            max_context=16,
-            max_draft=0,
-            kernels="torch",
-        )
-    )
+    engine = torch_engine(checkpoint, num_slots=1, max_context=16, max_draft=0)
     texts = [[5, 6, 7, 8] * 10, [9, 1, 9]]  # the first is longer than the context
     counts = count_routes(engine, texts)
     assert [sum(layer) for layer in counts] == [2 * 43] * 4
