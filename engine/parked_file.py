@@ -92,7 +92,7 @@ def write_file(path: Path, header: FileHeader, blocks: Sequence[memoryview]) -> 
             os.fsync(file.fileno())
         part.replace(path)
     except OSError:
-        with suppress(OSError):
+        with suppress(OSError):  # the first error is the one to tell; a start removes what is left
             part.unlink()
         raise
     _flush_directory(path.parent)

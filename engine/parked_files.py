@@ -160,8 +160,7 @@ class ParkedFiles:
     def _delete(self, file_id: str) -> None:
         path = self._paths.pop(file_id, None)
         if path is not None:
-            with contextlib.suppress(OSError):
-                path.unlink()
+            _unlink(path)
 
     def _write(
         self,
@@ -215,8 +214,7 @@ class ParkedFiles:
     def _discard(self, path: Path | None, error: Exception) -> None:
         _LOG.warning("%s is refused and deleted: %s", path or "a conversation file", error)
         if path is not None:
-            with contextlib.suppress(OSError):
-                path.unlink()
+            _unlink(path)
 
 
 def _wanted(header: FileHeader, order: ReadFile) -> list[int]:
@@ -244,3 +242,11 @@ def _take(directory: Path) -> TextIOWrapper:
 
 def _unusable(directory: Path, error: OSError) -> FilesUnusable:
     return FilesUnusable(f"--conversation-cache-dir {directory}: {error.strerror or error}")
+
+
+def _unlink(path: Path) -> None:
+    """Delete a file that is forgotten already; one that stays takes disk beyond the limit, so the log says it."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        _LOG.warning("%s cannot be deleted and stays: %s", path, error)

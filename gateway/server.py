@@ -238,7 +238,7 @@ class GracefulServer(uvicorn.Server):
             watching.cancel()
             if self._stopping is not None:
                 self._stopping.cancel()
-                with suppress(asyncio.CancelledError):
+                with suppress(asyncio.CancelledError):  # just asked for
                     await self._stopping
         return self._exit_status
 
@@ -264,7 +264,7 @@ class GracefulServer(uvicorn.Server):
 
     async def _stop(self, drain_s: float) -> None:
         await self._scheduler.stop(drain_s)
-        with suppress(TimeoutError):
+        with suppress(TimeoutError):  # a reader that takes nothing cannot hold up the end
             async with asyncio.timeout(_FLUSH_S):
                 while self.server_state.tasks:  # noqa: ASYNC110 - uvicorn has no event for it
                     await asyncio.sleep(0.02)

@@ -192,7 +192,7 @@ def _carrier(scope: Scope) -> dict[str, str]:
     headers = Headers(scope=scope)
     carrier: dict[str, str] = {}
     for name in ("traceparent", "tracestate"):
-        with suppress(KeyError):
+        with suppress(KeyError):  # a client need not send them
             carrier[name] = headers[name]
     return carrier
 

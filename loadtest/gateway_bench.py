@@ -227,7 +227,7 @@ def _wait_ready(process: subprocess.Popen[bytes], port: int) -> None:
                 connection.sendall(b"GET /ready HTTP/1.1\r\nHost: localhost\r\n\r\n")
                 if b" 200 " in connection.recv(100):
                     return
-        except OSError:
+        except OSError:  # it does not listen yet
             pass
         time.sleep(0.05)
     raise SystemExit("a server did not become ready")

@@ -42,7 +42,7 @@ class ServerProcesses:
         """Raises ProcessError when the server is gone."""
         engine_bytes = 0
         for pid in self._engines():
-            with contextlib.suppress(ProcessError):
+            with contextlib.suppress(ProcessError):  # killed since it was listed: holds nothing
                 engine_bytes += _anonymous_bytes(pid)
         return MemorySample(
             time_s=time_s, server_bytes=_anonymous_bytes(self._pid), engine_bytes=engine_bytes
@@ -52,14 +52,14 @@ class ServerProcesses:
         """SIGKILL to the engine; False when none runs now."""
         engines = self._engines()
         for pid in engines:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError):  # dead already, as wanted
                 os.kill(pid, signal.SIGKILL)
         return bool(engines)
 
     def _engines(self) -> list[int]:
         found: list[int] = []
         for task in (_PROC / str(self._pid) / "task").glob("*"):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # a thread that ended while they were listed
                 children = (task / "children").read_text().split()
                 found += [int(child) for child in children if _is_engine(child)]
         return found

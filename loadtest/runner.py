@@ -173,7 +173,7 @@ class _Watch:
                 sample = await scrape.fetch(http, self.settings.target.root_url)
                 self.samples += [] if sample is None else [sample]
             if self.processes is not None:
-                with contextlib.suppress(ProcessError):
+                with contextlib.suppress(ProcessError):  # between two engines there is none to read
                     now_s = asyncio.get_running_loop().time()
                     self.memory.append(self.processes.memory(time_s=now_s))
             await asyncio.sleep(_SAMPLE_EVERY_S)

@@ -38,7 +38,7 @@ class ServerProcess:
         Pages that processes share are counted once for each (RSS), so this is an upper bound.
         """
         total = 0
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.NoSuchProcess):  # what has ended holds nothing
             root = psutil.Process(self.process.pid)
             for process in (root, *root.children(recursive=True)):
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -83,7 +83,7 @@ def _wait_until_ready(
         while time.perf_counter() < deadline_s:
             if process.poll() is not None:
                 break
-            with contextlib.suppress(httpx.HTTPError):
+            with contextlib.suppress(httpx.HTTPError):  # it does not listen yet
                 if http.get(url, timeout=2.0).status_code == 200:
                     return
             time.sleep(_POLL_S)

@@ -148,7 +148,7 @@ class ProcessLink:
 
     async def close(self, timeout_s: float) -> None:
         try:
-            with contextlib.suppress(TimeoutError, EngineDead):
+            with contextlib.suppress(TimeoutError, EngineDead):  # it is killed below in any case
                 async with asyncio.timeout(timeout_s):
                     self._pipe.send(Close())
                     await self._pipe.wait_dead()
@@ -220,7 +220,7 @@ class _Pipe(asyncio.Protocol):
         _kill(self.process)
         if self._transport is not None:
             self._transport.abort()
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError):  # killed; the system reaps it later
             async with asyncio.timeout(_REAP_S):
                 await self.process.wait()
         if self._transport is not None:
@@ -244,5 +244,5 @@ class _Pipe(asyncio.Protocol):
 
 def _kill(process: Process) -> None:
     if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError):  # it ended by itself meanwhile
             process.kill()

@@ -100,6 +100,19 @@ def test_a_truncated_file_is_refused_at_the_start(
     files.close()
 
 
+def test_a_file_that_cannot_be_deleted_is_told(
+    written: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    os.truncate(only_file(written), 10)
+
+    def denied(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(errno.EPERM, "not permitted", str(path))
+
+    monkeypatch.setattr(Path, "unlink", denied)
+    assert ParkedFiles(written, LAYOUT).kept == ()
+    assert "cannot be deleted and stays" in caplog.text
+
+
 @pytest.mark.parametrize("offset", [0, 13, 30, 100])
 def test_a_flipped_byte_in_the_header_is_found_at_the_start(written: Path, offset: int) -> None:
     damage(only_file(written), offset)
