@@ -43,9 +43,9 @@ def build_app(service: Service) -> Starlette:
             )
         )
     middleware.append(Middleware(Envelope))
-    if checks_hosts(config.host, config.allowed_hosts):
-        middleware.append(Middleware(HostCheck, allowed_hosts=config.allowed_hosts))
+    has_checks = checks_hosts(config.host, config.allowed_hosts)
     middleware += [
+        Middleware(HostCheck, allowed_hosts=config.allowed_hosts if has_checks else None),
         Middleware(ApiKeys, keys=config.api_keys),
         Middleware(BodyLimit, limit_bytes=config.max_body_bytes),
     ]

@@ -11,32 +11,39 @@ from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
 
-from gateway.errors import HostNotAllowed
+from gateway.errors import HostNotAllowed, InvalidRequest
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class HostCheck:
-    """Refuses requests for other hosts.
+    """Refuses requests for other hosts, and those of HTTP/1.1 that do not name one host.
 
-    Addresses are let in: a name is needed for rebinding. So is a request that names no host, as no browser sends one.
+    Addresses are let in: a name is needed for rebinding. So is a request of HTTP/1.0 without a host, as no browser
+    sends one.
     """
 
-    def __init__(self, app: ASGIApp, allowed_hosts: tuple[str, ...]) -> None:
+    def __init__(self, app: ASGIApp, allowed_hosts: tuple[str, ...] | None) -> None:
+        """None allows every host."""
         self._app = app
-        self._allowed = frozenset(host.lower() for host in allowed_hosts)
+        self._allowed = (
+            None if allowed_hosts is None else frozenset(host.lower() for host in allowed_hosts)
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            host = Headers(scope=scope).get("host", "")
-            if not self._is_ours(_without_port(host).lower().rstrip(".")):
-                raise HostNotAllowed(host)
+            hosts = Headers(scope=scope).getlist("host")
+            if len(hosts) > 1 or (scope["http_version"] == "1.1" and not any(hosts)):
+                raise InvalidRequest("the request must have one Host header", param=None)
+            if hosts and not self._is_ours(_without_port(hosts[0]).lower().rstrip(".")):
+                raise HostNotAllowed(hosts[0])
         await self._app(scope, receive, send)
 
     def _is_ours(self, host: str) -> bool:
-        is_local = host in ("", "localhost") or host.endswith(".localhost")
-        return is_local or host in self._allowed or _is_address(host)
+        if self._allowed is None or host in self._allowed:
+            return True
+        return host == "localhost" or host.endswith(".localhost") or _is_address(host)
 
 
 def checks_hosts(bound_to: str, allowed_hosts: tuple[str, ...]) -> bool:

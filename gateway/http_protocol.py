@@ -1,10 +1,13 @@
-"""uvicorn's HTTP protocol with a bound on headers, a way to drop a connection, and a way to write at once."""
+"""uvicorn's HTTP protocol with a bound on headers, ways to drop and to end a connection, and a way to write at once."""
 
 from __future__ import annotations
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import socket
+from functools import partial
 
-from gateway.stream import ABORT, WRITE
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from gateway.stream import ABORT, HANG_UP, WRITE
 
 MAX_HEADER_BYTES = 64 * 1024
 
@@ -37,6 +40,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self.scope[ABORT] = self.transport.abort  # pyright: ignore[reportGeneralTypeIssues]
         self.scope[WRITE] = self._write_now  # pyright: ignore[reportGeneralTypeIssues]
+        if hasattr(socket, "TCP_CORK"):
+            hang_up = partial(self._hang_up, self.cycle)
+            self.scope[HANG_UP] = hang_up  # pyright: ignore[reportGeneralTypeIssues]
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
@@ -49,6 +55,18 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if data and not self.transport.is_closing():  # an empty chunk would end the body
             self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return True
+
+    def _hang_up(self, cycle: RequestResponseCycle) -> None:
+        """Close the connection behind an answer that has begun.
+
+        Its headers did not say so, and a client that keeps connections may send its next request once it has the end
+        of the answer. So the kernel holds the last bytes back until the connection is closed, and both ends leave in
+        one segment: who has read the one has been told the other. Without such a socket option requests would be lost.
+        """
+        cycle.keep_alive = False
+        if not self.transport.is_closing():
+            connection = self.transport.get_extra_info("socket")
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 1)
 
     def _refuse(self) -> None:
         if not self.transport.is_closing():

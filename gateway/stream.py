@@ -1,7 +1,7 @@
 """Deltas to SSE frames; in OpenAI's spelling: the role first, exactly one finish chunk per choice, usage, [DONE].
 
-An error after the first byte becomes one error event, then [DONE]. Leaving the stream, in whatever way, cancels its
-sequences.
+An error after the first byte becomes one error event, then [DONE], and the connection ends. Leaving the stream, in
+whatever way, cancels its sequences.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 ABORT = "stratagate.abort"
 """Scope key, where the server has one: drops the connection with all that is buffered for it."""
+
+HANG_UP = "stratagate.hang_up"
+"""Scope key, where the server has one: has the connection end with the answer that has begun on it."""
 
 WRITE = "stratagate.write"
 """Scope key, where the server has one: the WriteNow of the connection, for the body of an answer that has begun."""
@@ -228,6 +231,7 @@ class FrameStream(AsyncIterator[bytes]):
         self._writer = writer
         self._meter = meter
         self._write: WriteNow | None = None
+        self._hang_up: Callable[[], object] | None = None
         self._kept: list[bytes] = []
         self._is_due = False
         """The event loop will call `_flush`."""
@@ -236,9 +240,9 @@ class FrameStream(AsyncIterator[bytes]):
         self._is_over = False
         self._news = asyncio.Event()
 
-    def start(self, write: WriteNow | None) -> None:
-        """Begin to make frames; without `write` all of them are kept."""
-        self._write = write
+    def start(self, write: WriteNow | None, hang_up: Callable[[], object] | None = None) -> None:
+        """Begin to make frames; without `write` all of them are kept. A failure calls `hang_up`."""
+        self._write, self._hang_up = write, hang_up
         self._call_soon = asyncio.get_running_loop().call_soon
         try:
             self._put(self._writer.opening())
@@ -278,6 +282,8 @@ class FrameStream(AsyncIterator[bytes]):
         except Exception as failure:
             self._generation.close()
             data = self._failure(failure)
+            if self._hang_up is not None:
+                self._hang_up()
         self._is_over = True
         self._put(data)
 
@@ -330,11 +336,12 @@ class FrameResponse(EventSourceResponse):
         )
         self._stream = stream
         self._write: WriteNow | None = None
+        self._hang_up: Callable[[], object] | None = None
         self._send_timeout_s = send_timeout_s
         self._pending_since_s: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._write = scope.get(WRITE)
+        self._write, self._hang_up = scope.get(WRITE), scope.get(HANG_UP)
         try:
             await super().__call__(scope, receive, send)
         except SendTimeoutError:
@@ -354,7 +361,7 @@ class FrameResponse(EventSourceResponse):
                 "headers": self.raw_headers,
             }
         )
-        self._stream.start(self._write)
+        self._stream.start(self._write, self._hang_up)
         async for data in self._stream:
             self._pending_since_s = time.monotonic()
             await send({"type": "http.response.body", "body": data, "more_body": True})

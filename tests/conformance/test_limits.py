@@ -151,6 +151,24 @@ async def status_line(live: Live, data: bytes) -> bytes:
         writer.close()
 
 
+@pytest.mark.parametrize("bound_to", ["127.0.0.1", "0.0.0.0"])
+async def test_a_request_must_name_one_host(bound_to: str) -> None:
+    asked = (
+        (b"1.1", b"", 400),
+        (b"1.1", b"Host:\r\n", 400),
+        (b"1.1", b"Host: localhost\r\nHost: evil.example\r\n", 400),
+        (b"1.0", b"Host: localhost\r\nHost: localhost\r\n", 400),
+        (b"1.1", b"Host: localhost\r\n", 200),
+        # What probes send; a browser does not.
+        (b"1.0", b"", 200),
+    )
+    async with live_server(config=GatewayConfig(host=bound_to, port=0)) as live:
+        for version, headers, status in asked:
+            request = b"GET /health HTTP/%b\r\n%b\r\n" % (version, headers)
+            line = await status_line(live, request)
+            assert line.startswith(b"HTTP/1.1 %d" % status), request
+
+
 async def test_headers_are_bounded() -> None:
     async with live_server() as live:
         many = b"".join(b"X-A%d: b\r\n" % number for number in range(MAX_HEADER_BYTES // 8))

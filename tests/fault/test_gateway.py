@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 import socket
+import sys
 from typing import TYPE_CHECKING
 
 import httpx
@@ -144,6 +145,55 @@ async def test_a_failure_in_mid_stream_is_one_error_event_then_done(
         await until(lambda: live.scheduler.ready)
         good = await live.client.post(CHAT, json=chat_body(max_tokens=2, ignore_eos=True))
         assert good.status_code == 200
+
+
+FAILING = FakeScript(
+    faults=tuple(Fault(window=n, kind=FaultKind.SLOT, slot=0) for n in range(4, 2000, 5))
+)
+"""Every stream fails in one of its first windows."""
+KEEN_CLIENT = """
+import socket, sys
+port, request = int(sys.argv[1]), bytes.fromhex(sys.argv[2])
+for _ in range(40):
+    connection = socket.create_connection(("127.0.0.1", port))
+    connection.sendall(request)
+    data = b""
+    while not data.endswith(b"\\r\\n0\\r\\n\\r\\n"):
+        piece = connection.recv(65536)
+        assert piece, data
+        data += piece
+    assert b'"slot_failed"' in data and b"data: [DONE]" in data
+    # Raises BlockingIOError where another request could still be sent.
+    assert connection.recv(1, socket.MSG_DONTWAIT) == b""
+"""
+KEEPING_CLIENT = """
+import httpx, sys
+port, request = int(sys.argv[1]), bytes.fromhex(sys.argv[2])
+headers = {"content-type": "application/json"}
+body = request.partition(b"\\r\\n\\r\\n")[2]
+with httpx.Client(base_url=f"http://127.0.0.1:{port}/v1", headers=headers) as client:
+    for _ in range(40):
+        answer = client.post("chat/completions", content=body)
+        assert '"slot_failed"' in answer.text and answer.text.endswith("data: [DONE]\\n\\n")
+"""
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_CORK"), reason="connections stay open there")
+@pytest.mark.parametrize("client", [KEEN_CLIENT, KEEPING_CLIENT], ids=["keen", "keeping"])
+async def test_a_stream_that_fails_ends_its_connection_with_its_last_byte(client: str) -> None:
+    """Clients are processes of their own: able to act before the server takes its next step."""
+    body = json.dumps(endless(stream=True)).encode()
+    request = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+    )
+    async with live_server(FAILING) as live:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", client, str(live.address[1]), request.hex()),
+            stderr=asyncio.subprocess.PIPE,
+        )
+        _, errors = await process.communicate()
+        assert process.returncode == 0, errors.decode()
 
 
 async def test_a_failure_before_the_answer_has_a_status() -> None:
