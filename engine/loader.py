@@ -35,7 +35,7 @@ from engine.state import key_capacity
 
 if TYPE_CHECKING:
     from engine.model_spec import ModelSpec
-    from engine.ple_table import PleTable, StoredRows
+    from engine.ple_table import PleTable, RowReader
     from engine.startup import StartupMarks
     from engine.startup_plan import ExpertSplit
     from engine.weights import Checkpoint
@@ -346,18 +346,13 @@ class ModelLoader:
             part.copy_(self._checkpoint.take(name, shape))
         return RamTable(table)
 
-    def _stored_rows(self, name: str, shape: tuple[int, int]) -> StoredRows:
-        held = self._checkpoint.take_in_place(name, shape)
-        place = self._checkpoint.file_range(name)
-        if held is None or (self._ple_io == "direct" and place is None):
+    def _stored_rows(self, name: str, shape: tuple[int, int]) -> RowReader:
+        stored = self._checkpoint.take_rows(name, shape)
+        if stored is None:
             raise ConfigMismatch(
-                f"--ple-io {self._ple_io}: {name} is stored in a form that is not read row by row; "
-                "required floats or int8 rows: give ram"
+                f"--ple-io {self._ple_io}: the rows of {name} do not lie by themselves in its file; give ram"
             )
-        values, scales = (held, None) if isinstance(held, Tensor) else (held.codes, held.scales)
-        if self._ple_io == "mmap" or place is None:
-            return MappedRows(values, scales)
-        return DirectRows(place, row_shape=shape[1], dtype=values.dtype, scales=scales)
+        return MappedRows(stored) if self._ple_io == "mmap" else DirectRows(stored)
 
     def _norm(self, name: str, width: int, *, group: int | None = None) -> ZeroCentredNorm:
         weight = self._tensor(name, (width,), dtype=torch.float32)

@@ -13,13 +13,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.errors import ConfigMismatch
+from engine.sources.mapped import MappedFile
 
 if TYPE_CHECKING:
-    from engine.sources.base import FileRange
+    from engine.sources.base import StoredRows
 
 Fetched = Callable[[], Tensor]
 """Waits for the rows: [n, head dim]."""
@@ -56,44 +58,37 @@ class RamTable:
         return lambda: self._table.index_select(0, rows.cpu())
 
 
-class StoredRows(Protocol):
+class RowReader(Protocol):
     """Rows of one stored piece of the table."""
 
     def read(self, rows: Tensor) -> Tensor:
-        """rows int64 [n], on the CPU -> values [n, head dim]: floats as stored, codes times their scales as fp32."""
+        """rows int64 [n], on the CPU -> values [n, head dim]: floats as stored, anything quantised as fp32."""
         ...
 
 
 class MappedRows:
-    """Rows of a mapped tensor: the page cache holds what was read lately, as far as memory is free."""
+    """Rows of a mapped file: the page cache holds what was read lately, as far as memory is free."""
 
-    def __init__(self, values: Tensor, scales: Tensor | None) -> None:
-        self._values = values
-        self._scales = scales
+    def __init__(self, stored: StoredRows) -> None:
+        shape = (stored.num_rows, stored.row_bytes)
+        self._data = MappedFile(stored.path).array(stored.offset, shape, np.uint8)
+        self._decode = stored.decode
 
     def read(self, rows: Tensor) -> Tensor:
-        return _scaled(self._values.index_select(0, rows), self._scales, rows)
+        return self._decode(torch.from_numpy(self._data[rows.numpy()]), rows)
 
 
 class DirectRows:
-    """Rows read from the disk past the page cache: no byte of the table stays in memory.
+    """Rows read from the disk past the page cache: no byte of the table stays in memory."""
 
-    scales: of the rows, where they are stored as codes; they stay mapped.
-    """
-
-    def __init__(
-        self, place: FileRange, *, row_shape: int, dtype: torch.dtype, scales: Tensor | None
-    ) -> None:
+    def __init__(self, stored: StoredRows) -> None:
         """Raises ConfigMismatch where the file system knows no such reads."""
-        self._place = place
-        self._dtype = dtype
-        self._scales = scales
-        self._row_bytes = row_shape * dtype.itemsize
+        self._stored = stored
         try:
-            self._file = os.open(place.path, os.O_RDONLY | os.O_DIRECT)
+            self._file = os.open(stored.path, os.O_RDONLY | os.O_DIRECT)
         except (OSError, AttributeError) as error:
             raise ConfigMismatch(
-                f"--ple-io direct: {place.path} cannot be read past the page cache here ({error}); "
+                f"--ple-io direct: {stored.path} cannot be read past the page cache here ({error}); "
                 "required a file system with O_DIRECT: give mmap or ram"
             ) from error
         self._buffers = threading.local()
@@ -102,19 +97,20 @@ class DirectRows:
     def read(self, rows: Tensor) -> Tensor:
         wanted, at = rows.unique(return_inverse=True)
         data = b"".join(self._readers.map(self._read_row, wanted.tolist()))
-        values = torch.frombuffer(bytearray(data), dtype=self._dtype).view(wanted.shape[0], -1)
-        return _scaled(values.index_select(0, at), self._scales, rows)
+        found = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(wanted.shape[0], -1)
+        return self._stored.decode(found.index_select(0, at), rows)
 
     def _read_row(self, row: int) -> bytes:
-        offset = self._place.offset + row * self._row_bytes
+        row_bytes = self._stored.row_bytes
+        offset = self._stored.offset + row * row_bytes
         first = offset - offset % _BLOCK_BYTES
         skipped = offset - first
-        blocks = -(-(skipped + self._row_bytes) // _BLOCK_BYTES)
+        blocks = -(-(skipped + row_bytes) // _BLOCK_BYTES)
         buffer = self._buffer(blocks * _BLOCK_BYTES)
         found = os.preadv(self._file, [memoryview(buffer)[: blocks * _BLOCK_BYTES]], first)
-        if found < skipped + self._row_bytes:
-            raise OSError(f"{self._place.path}: ends within row {row} of the n-gram table")
-        return buffer[skipped : skipped + self._row_bytes]
+        if found < skipped + row_bytes:
+            raise OSError(f"{self._stored.path}: ends within row {row} of the n-gram table")
+        return buffer[skipped : skipped + row_bytes]
 
     def _buffer(self, num_bytes: int) -> mmap.mmap:
         """This thread's buffer; whole pages are aligned as such reads must be."""
@@ -128,7 +124,7 @@ class StoredTable:
     """A table that stays in its files, in pieces of equal numbers of rows; one thread reads ahead."""
 
     def __init__(
-        self, pieces: Sequence[StoredRows], rows_per_piece: int, dtype: torch.dtype
+        self, pieces: Sequence[RowReader], rows_per_piece: int, dtype: torch.dtype
     ) -> None:
         """dtype: what the values are given as."""
         self._pieces = pieces
@@ -156,9 +152,3 @@ class StoredTable:
             found[at] = values.to(self._dtype)
         assert found is not None
         return found
-
-
-def _scaled(values: Tensor, scales: Tensor | None, rows: Tensor) -> Tensor:
-    if scales is None:
-        return values
-    return values.to(torch.float32) * scales[rows].to(torch.float32).unsqueeze(-1)

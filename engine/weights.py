@@ -15,7 +15,7 @@ from engine.errors import WeightMismatch
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from engine.sources.base import FileRange, RowCodes, TensorSource
+    from engine.sources.base import RowCodes, StoredRows, TensorSource
 
 _PREFIXES = ("model.language_model.", "model.")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -91,20 +91,16 @@ class Checkpoint:
             _finite(name, codes.scales)
         return codes
 
-    def take_in_place(self, name: str, shape: tuple[int, ...]) -> RowCodes | Tensor | None:
-        """A tensor where it lies in its file, marked as used: int8 codes with their scales, or floats as stored.
+    def take_rows(self, name: str, shape: tuple[int, ...]) -> StoredRows | None:
+        """Where the rows of a tensor lie, marked as used; None, and not marked, if they are not stored by themselves.
 
-        None for one that is stored in another form. The values are not read, so nothing is checked but the shape.
+        The values are not read, so nothing is checked but the shape.
         """
-        codes = self.take_codes(name, shape)
-        if codes is not None or self.source.file_range(name) is None:
-            return codes
-        self._used.add(name)
-        return self.source.get(name)
-
-    def file_range(self, name: str) -> FileRange | None:
-        """Where the floats, or the int8 codes, of a tensor lie in one piece."""
-        return self.source.file_range(name) or self.source.codes_range(name)
+        self._check_shape(name, shape)
+        rows = self.source.stored_rows(name)
+        if rows is not None:
+            self._used.add(name)
+        return rows
 
     def take_ids(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """An int64 tensor, marked as used."""

@@ -12,9 +12,9 @@ from torch import Tensor
 from engine.errors import WeightMismatch
 from engine.pack.index import PLANE_TYPES, IndexRow, Kind
 from engine.sources import ggml_types as types
-from engine.sources.base import FileRange, RowCodes, StoredForm
+from engine.sources.base import RowCodes, StoredForm, StoredRows
 from engine.sources.ggml_quants import dequantize, from_scaled, split_rows
-from engine.sources.mapped import BlockTensor, MappedFile, StoredTensor
+from engine.sources.mapped import BlockTensor, MappedFile, StoredTensor, code_rows
 
 if TYPE_CHECKING:
     from engine.sources.ggml_types import GgmlType
@@ -65,7 +65,7 @@ class PromotedTensor:
         del start, stop
         return None
 
-    def file_range(self) -> FileRange | None:
+    def stored_rows(self) -> StoredRows | None:
         return None
 
 
@@ -104,8 +104,11 @@ class PlaneTensor:
         shape = (stop - start, *self.shape[1:])
         return RowCodes(codes.view(shape), self._scales(start, stop).view(shape[:-1]))
 
-    def file_range(self) -> FileRange | None:
-        return None
+    def stored_rows(self) -> StoredRows | None:
+        row = self.row
+        if row.plane_type in PLANE_TYPES or row.scales_fp16:
+            return None
+        return code_rows(self.file, row.src_off, self.shape, row.src_off + row.codes_bytes)
 
     def _scales(self, start: int, stop: int) -> Tensor:
         """fp32, flat."""
@@ -154,7 +157,7 @@ class ExpertPart:
             return RowCodes(parts[0][0].unsqueeze(0), parts[0][1].unsqueeze(0))
         return RowCodes(torch.stack([c for c, _ in parts]), torch.stack([s for _, s in parts]))
 
-    def file_range(self) -> FileRange | None:
+    def stored_rows(self) -> StoredRows | None:
         return None
 
     def raw(self, expert: int) -> Tensor:

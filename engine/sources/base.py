@@ -6,7 +6,7 @@ model needs. `engine.weights.Checkpoint` checks that.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -27,12 +27,15 @@ class RowCodes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FileRange:
-    """Where a tensor's stored bytes lie, for readers that go to the file themselves."""
+class StoredRows:
+    """Rows of equal size, one after the other in a file, for readers that go to the file themselves."""
 
     path: Path
     offset: int
-    num_bytes: int
+    num_rows: int
+    row_bytes: int
+    decode: Callable[[Tensor, Tensor], Tensor]
+    """Bytes uint8 [n, row_bytes] of rows int64 [n] -> their values [n, columns], those of TensorSource.rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +78,8 @@ class TensorSource(Protocol):
         """The stored codes and row scales of an int8 tensor; None for one that is stored otherwise."""
         ...
 
-    def file_range(self, name: str) -> FileRange | None:
-        """The bytes of a tensor stored as get() gives it, in one piece; None when there is no such piece."""
-        ...
-
-    def codes_range(self, name: str) -> FileRange | None:
-        """The bytes of an int8 tensor's codes, in one piece; None when there is no such piece."""
+    def stored_rows(self, name: str) -> StoredRows | None:
+        """The rows of a tensor [rows, columns] where they lie; None where rows are not stored by themselves."""
         ...
 
     def stored(self, name: str) -> StoredForm:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import WeightMismatch
-from engine.sources.base import FileRange, RowCodes, StoredForm
+from engine.sources.base import RowCodes, StoredForm, StoredRows
 from engine.sources.ggml_names import Form, Place
 from engine.sources.ggml_types import BF16, F16, I8_ROW
 from engine.sources.mapped import BlockTensor
@@ -111,13 +111,9 @@ class GgmlSource:
         shape = self._found_shape(place)
         return RowCodes(codes.reshape(shape), scales.reshape(shape[:-1]))
 
-    def file_range(self, name: str) -> FileRange | None:
+    def stored_rows(self, name: str) -> StoredRows | None:
         place = self._places.get(name)
-        return self._tensors[place.name].file_range() if place and _is_plain(place) else None
-
-    def codes_range(self, name: str) -> FileRange | None:
-        del name  # int8 rows lie with their scales, row after row
-        return None
+        return self._tensors[place.name].stored_rows() if place and _is_plain(place) else None
 
     def stored(self, name: str) -> StoredForm:
         if name in self._constants:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.errors import WeightMismatch
 from engine.sources import ggml_types as types
-from engine.sources.base import FileRange, RowCodes, StoredForm
+from engine.sources.base import RowCodes, StoredForm, StoredRows
 from engine.sources.ggml_quants import dequantize, split_rows
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
     from engine.sources.ggml_types import GgmlType
 
 
@@ -49,6 +55,13 @@ class MappedFile:
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(self._map, dtype=torch.uint8, offset=offset, count=num_bytes)
 
+    def array(self, offset: int, shape: tuple[int, ...], dtype: type) -> NDArray[Any]:
+        """Numbers where they lie, for whoever gathers some of them: no tensor, so nothing counts as held."""
+        if self._map is None:
+            return np.empty(shape, dtype)
+        count = math.prod(shape)
+        return np.frombuffer(self._map, dtype, offset=offset, count=count).reshape(shape)
+
 
 class StoredTensor(Protocol):
     """One tensor of a file."""
@@ -71,7 +84,7 @@ class StoredTensor(Protocol):
         """Codes and scales of rows [start, stop) of the first axis; None for a type that has none."""
         ...
 
-    def file_range(self) -> FileRange | None:
+    def stored_rows(self) -> StoredRows | None:
         """See TensorSource."""
         ...
 
@@ -109,7 +122,45 @@ class BlockTensor:
         codes, scales = split_rows(self.raw(), self.shape)
         return RowCodes(codes[start:stop], scales[start:stop])
 
-    def file_range(self) -> FileRange | None:
-        if self.kind.block_values > 1 or self.kind is types.I8_ROW:
+    def stored_rows(self) -> StoredRows | None:
+        if len(self.shape) != 2:
             return None
-        return FileRange(path=self.file.path, offset=self.offset, num_bytes=self.form.num_bytes)
+        num_rows, columns = self.shape
+        if self.kind is types.I8_ROW:
+            return code_rows(self.file, self.offset, self.shape, self.offset + num_rows * columns)
+
+        def decode(data: Tensor, rows: Tensor) -> Tensor:
+            return dequantize(self.kind, data.flatten(), (len(rows), columns), self.name)
+
+        return StoredRows(
+            path=self.file.path,
+            offset=self.offset,
+            num_rows=num_rows,
+            row_bytes=self.kind.row_bytes(columns),
+            decode=decode,
+        )
+
+
+def code_rows(
+    file: MappedFile, codes_at: int, shape: tuple[int, ...], scales_at: int
+) -> StoredRows:
+    """int8 rows [R, C] of a file whose fp32 scales [R] lie elsewhere in it and stay mapped."""
+    scales = file.array(scales_at, shape[:1], np.float32)
+    return scaled_rows(file.path, codes_at, shape, lambda rows: torch.from_numpy(scales[rows]))
+
+
+def scaled_rows(
+    path: Path,
+    codes_at: int,
+    shape: tuple[int, ...],
+    scales: Callable[[NDArray[np.int64]], Tensor],
+) -> StoredRows:
+    """int8 rows [R, C]; scales: those of some rows, [n]."""
+
+    def decode(data: Tensor, rows: Tensor) -> Tensor:
+        found = scales(rows.numpy()).to(torch.float32)
+        return data.view(torch.int8).to(torch.float32) * found.unsqueeze(-1)
+
+    return StoredRows(
+        path=path, offset=codes_at, num_rows=shape[0], row_bytes=shape[1], decode=decode
+    )

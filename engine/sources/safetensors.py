@@ -12,17 +12,22 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import WeightMismatch
-from engine.sources.base import FileRange, RowCodes, StoredForm
+from engine.sources.base import RowCodes, StoredForm, StoredRows
+from engine.sources.mapped import MappedFile, scaled_rows
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 FP8_BLOCK = 128
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -98,19 +103,47 @@ class SafetensorsSource:
     def codes(self, name: str) -> RowCodes | None:
         return self._codes(name) if self._slice(name).get_dtype() == _INT8 else None
 
-    def file_range(self, name: str) -> FileRange | None:
-        if self._slice(name).get_dtype() in (_INT8, _FP8):
+    def stored_rows(self, name: str) -> StoredRows | None:
+        stored, shape = self._slice(name).get_dtype(), self.shape(name)
+        if len(shape) != 2:
             return None
-        return self._range(name)
+        path, offset = self._paths[name], self._offset(name)
+        if stored == _INT8:
+            return scaled_rows(path, offset, shape, self._mapped_scales(name))
+        dtype = _DTYPES.get(stored, torch.float32)
+        one = None
+        if stored == _FP8:
+            scale_name = self._scales.get(name)
+            if scale_name is None or scale_name.endswith(_BLOCK_SCALE):
+                return None
+            dtype, one = torch.float8_e4m3fn, self._one_scale(name, scale_name)
 
-    def codes_range(self, name: str) -> FileRange | None:
-        return self._range(name) if self._slice(name).get_dtype() == _INT8 else None
+        def decode(data: Tensor, rows: Tensor) -> Tensor:
+            values = data.view(dtype).view(len(rows), -1)
+            return values if one is None else values.to(torch.float32) * one
 
-    def _range(self, name: str) -> FileRange:
-        path = self._paths[name]
-        start, entry = _header_entry(path, name)
-        first, end = entry["data_offsets"]
-        return FileRange(path=path, offset=start + first, num_bytes=end - first)
+        return StoredRows(
+            path=path,
+            offset=offset,
+            num_rows=shape[0],
+            row_bytes=shape[1] * dtype.itemsize,
+            decode=decode,
+        )
+
+    def _mapped_scales(self, name: str) -> Callable[[NDArray[np.int64]], Tensor]:
+        """The row scales of an int8 tensor, gathered where they lie."""
+        dtype = self._scale_tensor(name, self.shape(name)[:-1]).dtype
+        scale_name = self._scales[name]
+        shape = (*self.shape(scale_name), dtype.itemsize)
+        mapped = MappedFile(self._paths[scale_name]).array(
+            self._offset(scale_name), shape, np.uint8
+        )
+        return lambda rows: torch.from_numpy(mapped[rows]).view(dtype).view(-1)
+
+    def _offset(self, name: str) -> int:
+        """Where a tensor begins in its file."""
+        start, entry = _header_entry(self._paths[name], name)
+        return start + entry["data_offsets"][0]
 
     def stored(self, name: str) -> StoredForm:
         slice_ = self._slice(name)
@@ -171,6 +204,13 @@ class SafetensorsSource:
             raise WeightMismatch(f"{scale_name}: found {scales.dtype}, required a float type")
         return scales
 
+    def _one_scale(self, name: str, scale_name: str) -> Tensor:
+        """The scale of a whole tensor, fp32. Raises WeightMismatch if there are several."""
+        shape = self.shape(scale_name)
+        if shape not in ((), (1,)):
+            raise WeightMismatch(f"{scale_name}: found shape {list(shape)}, required [1]")
+        return self._scale_tensor(name, shape).to(torch.float32)
+
     def _rows_of_fp8(self, name: str, start: int, stop: int) -> Tensor:
         scale_name = self._scales.get(name)
         if scale_name is None:
@@ -179,10 +219,7 @@ class SafetensorsSource:
             )
         values = self._slice(name)[start:stop].to(torch.float32)
         if not scale_name.endswith(_BLOCK_SCALE):
-            one = self.shape(scale_name)
-            if one not in ((), (1,)):
-                raise WeightMismatch(f"{scale_name}: found shape {list(one)}, required [1]")
-            return values * self._scale_tensor(name, one).to(torch.float32)
+            return values * self._one_scale(name, scale_name)
         shape = self.shape(name)
         if len(shape) != 2:
             raise WeightMismatch(

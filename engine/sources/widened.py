@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engine.model_spec import ModelSpec
-    from engine.sources.base import FileRange, RowCodes, StoredForm, TensorSource
+    from engine.sources.base import RowCodes, StoredForm, StoredRows, TensorSource
 
 _TABLE = ".ngram_embedding."
 _PROJECTIONS = (".ple.key_proj.weight", ".ple.value_proj.weight")
@@ -71,11 +71,8 @@ class _Widened:
         held = self._source.codes(name)
         return None if held is None else replace(held, codes=self._pad(name, held.codes))
 
-    def file_range(self, name: str) -> FileRange | None:
-        return None if self._heads_in(name) else self._source.file_range(name)
-
-    def codes_range(self, name: str) -> FileRange | None:
-        return None if self._heads_in(name) else self._source.codes_range(name)
+    def stored_rows(self, name: str) -> StoredRows | None:
+        return None if self._heads_in(name) else self._source.stored_rows(name)
 
     def stored(self, name: str) -> StoredForm:
         return self._source.stored(name)

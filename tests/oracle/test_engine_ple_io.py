@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from engine.config import EngineConfig
 from engine.engine import load_engine
 from engine.errors import ConfigMismatch
-from engine.ple_table import DirectRows, MappedRows, StoredRows, StoredTable
-from engine.sources.base import FileRange
+from engine.ple_table import DirectRows, MappedRows, RowReader, StoredTable
+from engine.sources.base import StoredRows
+from engine.tools.pack import pack
 from tests.oracle.conftest import Models
 from tests.random_weights import SMALL, write_checkpoint
 
@@ -62,13 +63,16 @@ def with_int8_table(checkpoint: Path) -> Path:
     return checkpoint
 
 
-@pytest.mark.parametrize("form", ["whole", "shards", "int8"])
+@pytest.mark.parametrize("form", ["whole", "shards", "int8", "pack of int8"])
 def test_the_three_ways_give_the_same_bits(checkpoints: Models, tmp_path: Path, form: str) -> None:
     match form:
         case "shards":
             checkpoint = checkpoints.checkpoint("gqa3_gdn2", with_mtp=False)
         case "int8":
             checkpoint = with_int8_table(write_checkpoint(tmp_path / "small", SMALL))
+        case "pack of int8":
+            checkpoint = tmp_path / "pack"
+            pack(str(with_int8_table(write_checkpoint(tmp_path / "small", SMALL))), checkpoint)
         case _:
             checkpoint = write_checkpoint(tmp_path / "small", SMALL)
     dtype = "bfloat16" if form == "whole" else "float32"
@@ -83,7 +87,7 @@ def test_the_three_ways_give_the_same_bits(checkpoints: Models, tmp_path: Path, 
         logits(checkpoint, "direct", dtype)
 
 
-def rows_file(directory: Path, num_rows: int, width: int) -> tuple[Path, torch.Tensor]:
+def rows_file(directory: Path, num_rows: int, width: int) -> tuple[StoredRows, torch.Tensor]:
     values = torch.randn(num_rows, width, generator=torch.Generator().manual_seed(1))
     path = directory / "rows"
     with path.open("wb") as file:
@@ -92,7 +96,17 @@ def rows_file(directory: Path, num_rows: int, width: int) -> tuple[Path, torch.T
         file.flush()
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    return path, values
+    return stored_floats(path, 13, num_rows, width), values
+
+
+def stored_floats(path: Path, offset: int, num_rows: int, width: int) -> StoredRows:
+    return StoredRows(
+        path=path,
+        offset=offset,
+        num_rows=num_rows,
+        row_bytes=4 * width,
+        decode=lambda data, _rows: data.view(torch.float32),
+    )
 
 
 def resident_pages(path: Path) -> int:
@@ -110,30 +124,32 @@ def resident_pages(path: Path) -> int:
 def test_rows_that_cross_blocks_are_read_whole_and_leave_nothing_in_the_page_cache(
     tmp_path: Path,
 ) -> None:
-    path, values = rows_file(tmp_path, 3000, 37)
-    place = FileRange(path=path, offset=13, num_bytes=values.numel() * 4)
+    place, values = rows_file(tmp_path, 3000, 37)
     if not knows_direct_reads(tmp_path):
         with pytest.raises(ConfigMismatch, match="O_DIRECT"):
-            DirectRows(place, row_shape=37, dtype=torch.float32, scales=None)
+            DirectRows(place)
         return
-    before = resident_pages(path)
-    stored = DirectRows(place, row_shape=37, dtype=torch.float32, scales=None)
+    before = resident_pages(place.path)
+    stored = DirectRows(place)
     wanted = torch.tensor([2999, 0, 27, 1500, 27, 28, 2999])
     assert torch.equal(stored.read(wanted), values[wanted])
-    assert resident_pages(path) <= before
+    assert resident_pages(place.path) <= before
 
 
 def test_a_table_cut_short_is_named(tmp_path: Path) -> None:
-    path, values = rows_file(tmp_path, 8, 4)
-    place = FileRange(path=path, offset=13, num_bytes=values.numel() * 4)
+    place, _ = rows_file(tmp_path, 8, 4)
     if knows_direct_reads(tmp_path):
-        stored = DirectRows(place, row_shape=4, dtype=torch.float32, scales=None)
+        stored = DirectRows(place)
         with pytest.raises(OSError, match="ends within row 8 of the n-gram table"):
             stored.read(torch.tensor([8]))
 
 
-def test_pieces_are_read_by_their_own_numbers_and_before_they_are_waited_for() -> None:
+def test_pieces_are_read_by_their_own_numbers_and_before_they_are_waited_for(
+    tmp_path: Path,
+) -> None:
     values = torch.arange(24.0).view(12, 2)
+    path = tmp_path / "rows"
+    path.write_bytes(values.numpy().tobytes())
     asked: list[list[int]] = []
 
     class Spy(MappedRows):
@@ -141,7 +157,7 @@ def test_pieces_are_read_by_their_own_numbers_and_before_they_are_waited_for() -
             asked.append(rows.tolist())
             return super().read(rows)
 
-    pieces: list[StoredRows] = [Spy(part, None) for part in values.split(4)]
+    pieces: list[RowReader] = [Spy(stored_floats(path, at, 4, 2)) for at in (0, 32, 64)]
     table = StoredTable(pieces, 4, torch.float32)
     rows = torch.tensor([11, 0, 5, 0, 9])
     waited = table.fetch(rows)

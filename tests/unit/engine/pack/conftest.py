@@ -12,7 +12,7 @@ import torch
 
 from engine.model_spec import ModelSpec, spec_from_config
 from engine.sources import ggml_types as types
-from engine.sources.ggml_names import NameMap
+from engine.sources.ggml_names import TABLE_NAME, NameMap
 from engine.sources.gguf_metadata import metadata_from_spec
 from engine.sources.gguf_writer import add_metadata
 from tests.unit.engine.real_config import REAL_TEXT_CONFIG
@@ -65,6 +65,8 @@ def kind_of(name: str, shape: tuple[int, ...], number: int) -> types.GgmlType:
     if name.endswith("_exps.weight"):
         gate_up, down = EXPERTS[int(name.split(".")[1])]
         return down if "down" in name else gate_up
+    if name == TABLE_NAME:
+        return types.Q4_0
     kind = MATRICES[number % len(MATRICES)]
     return kind if shape[-1] % kind.block_values == 0 else types.BF16
 

@@ -18,6 +18,7 @@ from engine.pack.plan import plan_pack
 from engine.pack.reader import open_pack, read_index
 from engine.pack.stored import PromotedTensor
 from engine.pack.writer import UNFINISHED, write_pack
+from engine.ple_table import MappedRows
 from engine.sources import ggml_types as types
 from engine.sources.base import TensorSource
 from engine.sources.mapped import MappedFile
@@ -58,11 +59,24 @@ def assert_same(expected: TensorSource, found: TensorSource) -> None:
         assert found.shape(name) == expected.shape(name)
 
 
+def assert_same_table(*models: Path) -> None:
+    """Rows of a quantised n-gram table are read by themselves, dequantised as the whole table would be."""
+    name = "model.layers.1.ple.ple_embedding.ngram_embedding.weight"
+    for model in models:
+        source = open_source(model, read_spec(model))
+        stored = source.stored_rows(name)
+        assert stored is not None
+        rows = torch.tensor([source.shape(name)[0] - 1, 0, 17, 17])
+        assert source.stored(name).type_name not in ("F32", "F16", "BF16")
+        assert torch.equal(MappedRows(stored).read(rows), source.get(name)[rows])
+
+
 def test_a_quantised_file_and_its_pack_hold_the_same(
     quantised_gguf: Path, quantised_pack: Path
 ) -> None:
     expected = open_source(quantised_gguf, read_spec(quantised_gguf))
     assert_same(expected, open_source(quantised_pack, read_spec(quantised_pack)))
+    assert_same_table(quantised_gguf, quantised_pack)
     kinds = {row.kind for row in read_index(quantised_pack).rows}
     assert kinds == {Kind.PLANES, Kind.F32, Kind.BF16, Kind.F16, Kind.BLOCKS}
     assert (quantised_pack / "tokenizer.json").is_file()

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from engine.errors import WeightMismatch
+from engine.ple_table import MappedRows
 from engine.sources.safetensors import SafetensorsSource
 
 FP8 = torch.float8_e4m3fn
@@ -93,14 +94,30 @@ def test_int8_codes_and_parts_of_them(tmp_path: Path) -> None:
     assert set(opened.names()) == {"w", "plain"}
 
 
-def test_a_file_range_holds_the_bytes(tmp_path: Path) -> None:
-    values = torch.randn(3, 5).to(torch.bfloat16)
-    opened = source(tmp_path, w=values, q=torch.ones(1, 2, dtype=torch.int8), q_scale=torch.ones(1))
-    found = opened.file_range("w")
-    assert found is not None
-    held = found.path.read_bytes()[found.offset : found.offset + found.num_bytes]
-    assert torch.equal(torch.frombuffer(bytearray(held), dtype=torch.bfloat16).view(3, 5), values)
-    assert opened.file_range("q") is None
+def test_rows_that_lie_in_the_file_are_read_by_themselves(tmp_path: Path) -> None:
+    codes = torch.randint(-127, 128, (6, 5), dtype=torch.int8)
+    fp8 = torch.randn(6, 130).to(torch.float8_e4m3fn)
+    opened = source(
+        tmp_path,
+        w=torch.randn(6, 5).to(torch.bfloat16),
+        q=codes,
+        q_scale=torch.rand(6).to(torch.bfloat16),
+        one=fp8,
+        one_scale=torch.tensor([0.3]),
+        blocks=fp8,
+        blocks_scale_inv=torch.rand(1, 2),
+        vector=torch.randn(4),
+    )
+    for name in ("w", "q", "one"):
+        found = opened.stored_rows(name)
+        assert found is not None
+        rows = torch.tensor([5, 0, 3, 3])
+        values = MappedRows(found).read(rows)
+        expected = opened.get(name)[rows]
+        assert values.dtype == expected.dtype
+        assert torch.equal(values, expected), name
+    assert opened.stored_rows("blocks") is None
+    assert opened.stored_rows("vector") is None
 
 
 def test_tensors_outlive_their_source(tmp_path: Path) -> None:
