@@ -7,6 +7,7 @@ counts as leaving a field out, and fields that nobody knows are ignored, so ever
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 from starlette.routing import Route
@@ -164,12 +165,15 @@ _OPERATIONS: dict[tuple[str, str], _Operation] = {
 
 
 def openapi_route(version: str, info: EngineInfo) -> Route:
-    """The route; the document is made once."""
-    document = openapi_document(version, info)
+    """The route; the document is made once, when somebody asks for it."""
+
+    @cache
+    def document() -> JsonObject:
+        return openapi_document(version, info)
 
     async def show(request: Request) -> Response:
         del request
-        return json_response(document)
+        return json_response(document())
 
     return Route("/openapi.json", show, methods=["GET"])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -101,15 +101,28 @@ async def live_server(
     service = build_service(gateway, scheduler, files, "test", tracer)
     server = GracefulServer(build_app(service), scheduler, gateway)
     task = asyncio.create_task(server.serve_on(listener))
-    client = httpx.AsyncClient(base_url=url, headers=headers, timeout=10.0)
+    # Without TLS: its certificates take a tenth of a second to read.
+    client = httpx.AsyncClient(base_url=url, headers=headers, timeout=10.0, verify=False)
     try:
         async with client:
             await until(lambda: server.started)
             yield Live(url=url, scheduler=scheduler, server=server, client=client, task=task)
     finally:
         await scheduler.stop(0.0)
-        server.should_exit = True
+        await _end(server, task)
+
+
+async def _end(server: GracefulServer, task: asyncio.Task[int]) -> None:
+    """What uvicorn does when it stops, without the pauses that it makes: they are longer than most tests."""
+    await until(lambda: not server.server_state.tasks)
+    task.cancel()
+    with suppress(asyncio.CancelledError):  # just asked for
         await task
+    for listening in server.servers:
+        listening.close()
+    for connection in list(server.server_state.connections):
+        connection.shutdown()
+    await until(lambda: not server.server_state.connections)
 
 
 def chat_body(content: object = "Hello", **fields: object) -> dict[str, object]:

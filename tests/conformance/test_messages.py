@@ -36,7 +36,12 @@ CALLS = (
 
 
 def client_of(live: Live, key: str = "none") -> anthropic.AsyncAnthropic:
-    return anthropic.AsyncAnthropic(base_url=live.url, api_key=key, max_retries=0)
+    return anthropic.AsyncAnthropic(
+        base_url=live.url,
+        api_key=key,
+        max_retries=0,
+        http_client=anthropic.DefaultAsyncHttpxClient(verify=False),
+    )
 
 
 def body(**fields: object) -> dict[str, object]:

@@ -20,7 +20,12 @@ MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Hello
 
 
 def client_of(live: Live, key: str = "none") -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{live.url}/v1", api_key=key, max_retries=0)
+    return openai.AsyncOpenAI(
+        base_url=f"{live.url}/v1",
+        api_key=key,
+        max_retries=0,
+        http_client=openai.DefaultAsyncHttpxClient(verify=False),
+    )
 
 
 async def test_chat_whole_and_streamed() -> None:

@@ -69,7 +69,7 @@ async def test_a_process_serves_drains_and_ends_with_0() -> None:
     async with server_process(port) as process, asyncio.timeout(15):
         text = await text_until(process, "ready in")
         assert f"http://127.0.0.1:{port}/v1" in text
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", verify=False) as client:
             body = chat_body(stream=True, max_tokens=60, ignore_eos=True, model="default")
             async with client.stream("POST", "/v1/chat/completions", json=body) as response:
                 lines = response.aiter_lines()
@@ -98,7 +98,7 @@ async def test_while_it_drains_others_are_sent_away_and_told_when_to_come() -> N
     async with (
         server_process(port) as process,
         asyncio.timeout(20),
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", verify=False) as client,
     ):
         await text_until(process, "ready in")
         async with running_stream(client):
@@ -119,7 +119,7 @@ async def test_what_runs_beyond_the_deadline_of_a_drain_ends_with_an_error_event
     async with (
         server_process(port, drain_s=0.5) as process,
         asyncio.timeout(20),
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", verify=False) as client,
     ):
         await text_until(process, "ready in")
         async with running_stream(client) as lines:
@@ -138,7 +138,7 @@ async def test_a_second_signal_aborts(second: signal.Signals) -> None:
     async with (
         server_process(port, drain_s=60.0) as process,
         asyncio.timeout(20),
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", verify=False) as client,
     ):
         await text_until(process, "ready in")
         async with running_stream(client) as lines:
