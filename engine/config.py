@@ -11,11 +11,32 @@ DEFAULT_MODEL = "default"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelParts:
+    """Files beside the model that give a part of it, as paths."""
+
+    native: str | None = None
+    """GGUF file in which a pack has left tensors."""
+    ple_gguf: str | None = None
+    """GGUF file with the n-gram table; None: the model's own."""
+    mtp: str | None = None
+    """Directory with the draft layer; None: the model's own."""
+
+    def paths(self) -> tuple[Path, ...]:
+        """Those that are given."""
+        given = (self.native, self.ple_gguf, self.mtp)
+        return tuple(Path(path) for path in given if path is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """What to load and how to run it. Values are already checked by whoever parsed them."""
 
     model: str = DEFAULT_MODEL
     """Checkpoint directory, GGUF file or pack directory, or `default` for the shipped model."""
+    parts: ModelParts = ModelParts()
+    """What of the model comes from other files."""
+    text_dir: str | None = None
+    """Directory of tokenizer and template; None: where the model is."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     dtype: str = "auto"
@@ -49,6 +70,11 @@ class EngineConfig:
     """auto, compiled (the CPU step in C, refused where it cannot run) or torch."""
     exact: bool = True
     """Rows never depend on their company (product.md D3)."""
+
+    @property
+    def text_path(self) -> Path:
+        """Where tokenizer and template lie."""
+        return text_path(self.model) if self.text_dir is None else Path(self.text_dir)
 
 
 def model_path(model: str) -> Path:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.acceptance import accept
-from engine.config import EngineConfig, model_path, text_path
+from engine.config import EngineConfig, model_path
 from engine.errors import PlanError
 from engine.fingerprint import model_fingerprint
 from engine.grammar import Constraint, GrammarCompiler, GrammarError
@@ -796,7 +796,7 @@ def load_engine(config: EngineConfig, *, rehearse: bool = False) -> TorchEngine:
     """
     began = time.perf_counter()
     path = model_path(config.model)
-    spec = read_spec(path)
+    spec = read_spec(path, config.parts)
     device = device_of(config.device)
     has_gpu = device.type == "cuda"
     no_step = why_not(config, spec, device)
@@ -808,7 +808,7 @@ def load_engine(config: EngineConfig, *, rehearse: bool = False) -> TorchEngine:
     machine = Machine(
         has_gpu=has_gpu, device_bytes=free_bytes(device), host_bytes=free_host_bytes()
     )
-    with Checkpoint(open_source(path, spec)) as checkpoint:
+    with Checkpoint(open_source(path, spec, config.parts)) as checkpoint:
         if no_step is None:
             loaded = _load_step(checkpoint, config, spec, machine, num_threads)
         else:
@@ -831,7 +831,7 @@ def load_engine(config: EngineConfig, *, rehearse: bool = False) -> TorchEngine:
         reads_as_decodes=no_step is None,
         kv_dtype=str(plan.kv_dtype).removeprefix("torch."),
     )
-    directory = text_path(config.model)
+    directory = config.text_path
     parked = ParkedStates(loaded.state, max_bytes=config.max_parked_bytes)
     num_token_ids = min(spec.vocab_size, num_known_tokens(directory) or spec.vocab_size)
     engine = TorchEngine(
@@ -860,6 +860,7 @@ def _open_files(config: EngineConfig, info: EngineInfo, parked: ParkedStates) ->
     decisive = (
         *(torch.__version__, info.dtype, info.device.partition(":")[0], info.kernels),
         *(info.kv_dtype, config.exact, info.chunk_tokens, info.max_context),
+        *(model_fingerprint(path, ()) for path in config.parts.paths()),
     )
     layout = FileLayout(
         fingerprint=model_fingerprint(model_path(config.model), decisive),

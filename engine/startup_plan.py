@@ -175,11 +175,11 @@ def plan_start(
 def limits_of(config: EngineConfig, spec: ModelSpec, *, has_gpu: bool) -> Limits:
     """Check the options that depend on the model. Raises ConfigMismatch with found and required."""
     if not 1 <= config.num_slots <= MAX_SLOTS:
-        raise ConfigMismatch(f"num_slots: found {config.num_slots}, required 1 to {MAX_SLOTS}")
+        raise ConfigMismatch(f"--batch: found {config.num_slots}, required 1 to {MAX_SLOTS}")
     max_context = config.max_context or spec.max_position
     if max_context > spec.max_position:
         raise ConfigMismatch(
-            f"max_context: found {max_context}, required at most the model's {spec.max_position}"
+            f"--max-context: found {max_context}, required at most the model's {spec.max_position}"
         )
     max_draft = config.max_draft
     if max_draft and not spec.num_draft_layers:
@@ -187,7 +187,7 @@ def limits_of(config: EngineConfig, spec: ModelSpec, *, has_gpu: bool) -> Limits
             f"{spec.name} has no draft layer (mtp_num_hidden_layers 0), required for drafts: use --no-mtp"
         )
     if not 0 <= max_draft <= MAX_SPEC:
-        raise ConfigMismatch(f"max_draft: found {max_draft}, required 0 to {MAX_SPEC}")
+        raise ConfigMismatch(f"--spec: found {max_draft}, required 0 to {MAX_SPEC}")
     return Limits(
         max_context=max_context,
         num_slots=config.num_slots,
@@ -329,7 +329,7 @@ def _kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     if name == "auto":
         return dtype
     if name not in _KV_DTYPES:
-        raise ConfigMismatch(f"kv: found {name}, required auto, {', '.join(_KV_DTYPES)}")
+        raise ConfigMismatch(f"--kv: found {name}, required auto, {', '.join(_KV_DTYPES)}")
     return _KV_DTYPES[name]
 
 

@@ -145,7 +145,11 @@ def serve(
     ] = None,
     native: Annotated[
         str | None,
-        _option("--native", "GGUF file to serve; of several shards any.", metavar="FILE"),
+        _option(
+            "--native",
+            "GGUF file to serve, of several shards any; with --pack the one that the pack leaves tensors in.",
+            metavar="FILE",
+        ),
     ] = None,
     pack: Annotated[
         str | None,
@@ -278,7 +282,12 @@ def serve(
         ),
     ] = _DEFAULTS.ple_io,
     ple_gguf: Annotated[
-        str | None, _option("--ple-gguf", "Shard with the n-gram table.", metavar="FILE")
+        str | None,
+        _option(
+            "--ple-gguf",
+            "GGUF file to take the n-gram table from, not the model's.",
+            metavar="FILE",
+        ),
     ] = None,
     kv_resident: Annotated[
         int,
@@ -287,7 +296,12 @@ def serve(
         ),
     ] = _DEFAULTS.kv_resident,
     mtp: Annotated[
-        str | None, _option("--mtp", "Directory of the draft layer.", metavar="DIR")
+        str | None,
+        _option(
+            "--mtp",
+            "Directory to take the draft layer from, not the model's: a pack, its mtp/, or a checkpoint.",
+            metavar="DIR",
+        ),
     ] = None,
     batch_mtp: Annotated[
         bool, typer.Option("--batch-mtp", help="Draft for every slot of the batch: always on.")

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from gateway.errors import ConfigError, shorten
 from gateway.limits import MAX_RATE, KeyLimits
-from scheduler.config import DEFAULT_MODEL, CacheConfig, EngineConfig, SchedulerConfig
+from scheduler.config import DEFAULT_MODEL, CacheConfig, EngineConfig, ModelParts, SchedulerConfig
 from scheduler.messages import MAX_SLOTS, MAX_SPEC
 
 if TYPE_CHECKING:
@@ -163,6 +163,7 @@ def load_config(options: ServeOptions) -> AppConfig:
         scheduler=SchedulerConfig(
             engine=EngineConfig(
                 model=model,
+                parts=_parts(options),
                 device=options.device,
                 dtype=options.dtype,
                 kv=options.kv,
@@ -207,17 +208,29 @@ def _model(options: ServeOptions) -> str:
     model = None if options.model == DEFAULT_MODEL else options.model
     named = {"--model": model, "--native": options.native, "--pack": options.pack}
     given = {option: value for option, value in named.items() if value is not None}
+    if tuple(given) == ("--native", "--pack"):
+        given.pop("--native")  # the file that the pack leaves tensors in
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)} each name a model: give one of them")
-    if options.native is not None and not options.native.endswith(".gguf"):
-        raise ConfigError(
-            f"--native must be a GGUF file, *.gguf; found {shorten(options.native)!r}"
-        )
+    for option, file in (("--native", options.native), ("--ple-gguf", options.ple_gguf)):
+        if file is not None and not file.endswith(".gguf"):
+            raise ConfigError(f"{option} must be a GGUF file, *.gguf; found {shorten(file)!r}")
     if options.pack is not None and not (Path(options.pack) / "index.txt").is_file():
         raise ConfigError(
             f"--pack must be a directory with an index.txt; found {shorten(options.pack)!r}"
         )
     return next(iter(given.values()), DEFAULT_MODEL)
+
+
+def _parts(options: ServeOptions) -> ModelParts:
+    """What of the model comes from other files."""
+    if options.mtp is not None and options.no_mtp:
+        raise ConfigError(f"--no-mtp serves without a draft layer, but --mtp is {options.mtp}")
+    return ModelParts(
+        native=None if options.pack is None else options.native,
+        ple_gguf=options.ple_gguf,
+        mtp=options.mtp,
+    )
 
 
 def _parked_dir(options: ServeOptions) -> str | None:
@@ -259,16 +272,6 @@ def _refuse_missing(options: ServeOptions) -> None:
         raise ConfigError(
             f"--kv-resident is {options.kv_resident}, but all K/V cells lie on the device in this build: give 0, and "
             "lower --max-context or give --kv int8 where they do not fit"
-        )
-    if options.mtp is not None:
-        raise ConfigError(
-            f"--mtp is {options.mtp}, but the draft layer is read from the model's own files: leave it out, or give "
-            "--no-mtp for none"
-        )
-    if options.ple_gguf is not None:
-        raise ConfigError(
-            f"--ple-gguf is {options.ple_gguf}, but the n-gram table is found by name in the model's own files, in all "
-            "shards of a GGUF file: leave it out"
         )
 
 

@@ -5,12 +5,11 @@ Options and help belong to that process; here stand only the names and what the 
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
-from pathlib import Path
 
 import typer
+
+from gateway.engine_commands import engine_command
 
 COMMANDS = {
     "inspect": "Print a model's geometry, its parameters and bytes by part, and the state of a sequence.",
@@ -35,11 +34,8 @@ def add_model_commands(app: typer.Typer) -> None:
 
 
 def _hand_over(context: typer.Context) -> None:
-    root = str(Path(__file__).resolve().parents[1])
-    inherited = os.environ.get("PYTHONPATH")
-    paths = os.pathsep.join((root, inherited) if inherited else (root,))
-    command = (sys.executable, "-P", "-m", "engine.tools", str(context.info_name), *context.args)
-    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": paths})
+    command, environment = engine_command("engine.tools", str(context.info_name), *context.args)
+    process = subprocess.Popen(command, env=environment)
     while True:
         try:
             raise typer.Exit(process.wait())

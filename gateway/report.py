@@ -59,13 +59,10 @@ def _plan_table(info: EngineInfo, store: StoreStats | None) -> Table:
         table.add_row(item.name, f"{item.planned_bytes / _MIB:.1f}", actual)
     total = sum(item.planned_bytes for item in info.memory_plan)
     known = sum(item.actual_bytes or 0 for item in info.memory_plan)
-    if store is not None and store.max_conversations:
-        table.add_row(
-            "parking (host, taken as needed)",
-            f"{store.capacity_bytes / _MIB:.1f}",
-            f"{store.num_bytes / _MIB:.1f}",
-        )
-        total, known = total + store.capacity_bytes, known + store.num_bytes
     table.add_section()
-    table.add_row("total", f"{total / _MIB:.1f}", f"{known / _MIB:.1f}")
+    table.add_row("total, taken at the start", f"{total / _MIB:.1f}", f"{known / _MIB:.1f}")
+    if store is not None and store.max_conversations and store.capacity_bytes:
+        # A limit and not a plan: nothing of it is taken before a conversation is parked.
+        limit, taken = f"up to {store.capacity_bytes / _MIB:.1f}", store.num_bytes / _MIB
+        table.add_row("parking, on the host as it comes", limit, f"{taken:.1f}")
     return table

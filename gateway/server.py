@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -27,8 +27,8 @@ from gateway.model_files import load_model_files
 from gateway.preparation import Preparer
 from gateway.report import print_report
 from gateway.routes import Service
+from gateway.text_files import text_directory
 from gateway.tracing import open_tracer
-from scheduler.config import text_path
 from scheduler.errors import EngineStartFailed
 from scheduler.factory import build_scheduler
 
@@ -89,12 +89,16 @@ async def _serve(config: AppConfig, version: str) -> int:
     endpoint = config.gateway.otlp_endpoint
     tracer = None if endpoint is None else open_tracer(endpoint, version)
     listener = take_address(config.gateway)
+    # Before the listener closes nothing reads text files any more, a restarted engine included.
+    texts = ExitStack()
     try:
-        files = load_model_files(text_path(config.scheduler.engine.model))
-        scheduler = build_scheduler(with_turn_token(config.scheduler, files))
+        directory = texts.enter_context(text_directory(config.scheduler.engine))
+        files = load_model_files(directory)
+        scheduler = build_scheduler(with_text(config.scheduler, files))
         with _cancelled_by(signal.SIGTERM):
             await scheduler.start()
     except BaseException:
+        texts.close()
         listener.close()
         raise
     try:
@@ -114,6 +118,7 @@ async def _serve(config: AppConfig, version: str) -> int:
         return await server.serve_on(listener)
     finally:
         await scheduler.stop(0.0)
+        texts.close()
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
 
@@ -130,9 +135,10 @@ def _cancelled_by(sig: signal.Signals) -> Generator[None]:
         loop.remove_signal_handler(sig)
 
 
-def with_turn_token(config: SchedulerConfig, files: ModelFiles) -> SchedulerConfig:
-    """The scheduler cuts prompts where turns begin; only the vocabulary knows the id."""
-    return replace(config, turn_token_id=files.turn_token_id)
+def with_text(config: SchedulerConfig, files: ModelFiles) -> SchedulerConfig:
+    """The scheduler cuts prompts at turns, whose id only the vocabulary knows; the engine reads the same files."""
+    engine = replace(config.engine, text_dir=str(files.directory))
+    return replace(config, engine=engine, turn_token_id=files.turn_token_id)
 
 
 def build_service(

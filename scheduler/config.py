@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cache.config import CacheConfig
-from engine.config import DEFAULT_MODEL, EngineConfig, model_path, text_path
+from engine.config import DEFAULT_MODEL, EngineConfig, ModelParts, model_path
 from engine.fake import FakeScript
 
 __all__ = [
@@ -13,10 +13,10 @@ __all__ = [
     "CacheConfig",
     "EngineConfig",
     "FakeScript",
+    "ModelParts",
     "SchedulerConfig",
     "SupervisionConfig",
     "model_path",
-    "text_path",
 ]
 
 

@@ -88,7 +88,7 @@ def _experts(directory: Path, spec: ModelSpec) -> Iterator[BudgetLine]:
 def _draft(directory: Path, spec: ModelSpec) -> Iterator[BudgetLine]:
     if not spec.num_draft_layers:
         return
-    rows, (gate_up, down) = read_draft(directory)
+    rows, (gate_up, down) = read_draft(directory / draft.DRAFT_DIRECTORY)
     for row in rows:
         widened = _widened(row.kind, row.rows * row.columns)
         yield BudgetLine(part=DRAFT, num_tensors=1, pack=row.num_bytes, widened=widened)

@@ -60,6 +60,14 @@ class ExpertLayer:
     shard: str | None = None
     """File that the last three offsets are in, where it is not the header's."""
 
+    def parts(self) -> tuple[tuple[str, GgmlType, int], ...]:
+        """Name, type and offset of gate, up and down in the file that the header, or `shard`, names."""
+        return (
+            ("gate", self.gate_up, self.gate_off),
+            ("up", self.gate_up, self.up_off),
+            ("down", self.down, self.down_off),
+        )
+
     def line(self) -> str:
         """The row as text."""
         numbers = (self.layer, self.gate_up.number, self.down.number, self.offset, self.blob_bytes)
@@ -76,6 +84,11 @@ class ExpertTable:
     file: str
     """File of the absolute offsets: experts.bin, or the model's GGUF file."""
     layers: tuple[ExpertLayer, ...]
+
+    @property
+    def is_in_pack(self) -> bool:
+        """Whether the experts lie in experts.bin, not in a GGUF file."""
+        return self.file == PackFile.EXPERTS.file_name
 
     def text(self) -> str:
         """The file's text."""

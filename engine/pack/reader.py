@@ -19,6 +19,7 @@ from engine.sources.mapped import BlockTensor, MappedFile, StoredTensor
 if TYPE_CHECKING:
     from engine.model_spec import ModelSpec
     from engine.sources.ggml_types import GgmlType
+    from engine.sources.gguf_files import GgufFiles
 
 _PARTS = ("gate", "up", "down")
 
@@ -28,19 +29,41 @@ def is_pack(path: Path) -> bool:
     return (path / INDEX_FILE).is_file()
 
 
-def open_pack(directory: Path, spec: ModelSpec) -> GgmlSource:
-    """Weights of a pack. Raises WeightMismatch with file, row, found and required."""
+def open_pack(
+    directory: Path, spec: ModelSpec, native: GgufFiles | None = None, *, with_draft: bool = True
+) -> GgmlSource:
+    """Weights of a pack.
+
+    native: the GGUF file in which the pack has left tensors. with_draft: False leaves `mtp/` alone. A pack without
+    that folder has no draft layer.
+    Raises WeightMismatch with file, row, found and required.
+    """
     index = read_index(directory)
-    tensors: dict[str, StoredTensor] = dict(_dense(directory, index))
     table = read_experts(directory, spec)
-    tensors |= _experts(directory, spec, table)
+    is_whole = table.is_in_pack and not any(row.is_shape_only for row in index.rows)
+    if native is not None and is_whole:
+        raise WeightMismatch(
+            f"{directory}: found a pack that holds every tensor itself, required no --native beside it"
+        )
+    tensors: dict[str, StoredTensor] = dict(_dense(directory, index, native))
+    if table.is_in_pack:
+        tensors |= _experts(directory, spec, table)
+    else:
+        tensors |= _native_experts(table, native)
     trunk = dataclasses.replace(spec, num_draft_layers=0)
     places = NameMap(trunk).places()
-    if spec.num_draft_layers:
-        drafted = _Draft(directory, spec)
+    folder = directory / draft.DRAFT_DIRECTORY
+    if with_draft and spec.num_draft_layers and folder.is_dir():
+        drafted = _Draft(folder, spec)
         tensors |= drafted.tensors
         places |= drafted.places
     return GgmlSource(places, tensors, where=str(directory))
+
+
+def open_draft(folder: Path, spec: ModelSpec) -> GgmlSource:
+    """The draft layer in files of its own. Raises WeightMismatch with file, row, found and required."""
+    drafted = _Draft(folder, spec)
+    return GgmlSource(drafted.places, drafted.tensors, where=str(folder))
 
 
 def read_index(directory: Path) -> PackIndex:
@@ -54,7 +77,7 @@ def read_index(directory: Path) -> PackIndex:
 
 
 def read_experts(directory: Path, spec: ModelSpec) -> experts.ExpertTable:
-    """The expert table, checked against itself, the geometry and the size of experts.bin."""
+    """The expert table, checked against itself, the geometry and the size of experts.bin, if the experts are there."""
     shape = experts.ExpertShape(hidden=spec.hidden, width=spec.moe.expert_dim)
     table = experts.parse_experts(_text(directory / experts.EXPERTS_FILE), shape)
     for what, found, required in (
@@ -65,34 +88,29 @@ def read_experts(directory: Path, spec: ModelSpec) -> experts.ExpertTable:
             raise WeightMismatch(
                 f"{experts.EXPERTS_FILE}: found {what} {found}, required {required} by config.json"
             )
-    if table.file != PackFile.EXPERTS.file_name:
-        raise WeightMismatch(
-            f"{experts.EXPERTS_FILE}: found offsets in {table.file}, required {PackFile.EXPERTS.file_name}: "
-            "this pack leaves its experts in a GGUF file; load that file, or pack it"
-        )
-    _check_size(directory / PackFile.EXPERTS.file_name, table.total_bytes)
+    if table.is_in_pack:
+        _check_size(directory / PackFile.EXPERTS.file_name, table.total_bytes)
     return table
 
 
 def read_draft(
-    directory: Path,
+    folder: Path,
 ) -> tuple[tuple[draft.DraftRow, ...], tuple[GgmlType, GgmlType]]:
     """Rows of the draft layer's tensors, and the types of its experts, checked against themselves."""
-    folder = directory / draft.DRAFT_DIRECTORY
     rows = draft.parse_dense(_text(folder / draft.DENSE_TABLE))
     last = rows[-1] if rows else None
     _check_size(folder / draft.DENSE_FILE, last.offset + last.num_bytes if last else 0)
     return rows, draft.parse_format(_text(folder / draft.FORMAT_FILE))
 
 
-def _dense(directory: Path, index: PackIndex) -> Iterator[tuple[str, StoredTensor]]:
+def _dense(
+    directory: Path, index: PackIndex, native: GgufFiles | None
+) -> Iterator[tuple[str, StoredTensor]]:
     files: dict[PackFile, MappedFile] = {}
     for row in index.rows:
         if row.is_shape_only:
-            raise WeightMismatch(
-                f"{INDEX_FILE} ({row.name}): found a shape without bytes, required stored values: this pack "
-                "leaves the tensor in a GGUF file; load that file, or pack it"
-            )
+            yield row.name, _left_in(native, f"{INDEX_FILE} ({row.name})", row.name, row.shape)
+            continue
         if row.file not in files:
             files[row.file] = MappedFile(directory / row.file.file_name)
         yield row.name, stored_tensor(row, files[row.file])
@@ -107,6 +125,44 @@ def _experts(
         block = f"blk.{row.layer}."
         tensors |= _blob_parts(spec, file, block, (row.gate_up, row.down), row.offset)
     return tensors
+
+
+def _native_experts(
+    table: experts.ExpertTable, native: GgufFiles | None
+) -> dict[str, StoredTensor]:
+    """Experts in the GGUF file, where the table must find them: file, offset and type agree."""
+    tensors: dict[str, StoredTensor] = {}
+    for row in table.layers:
+        where = f"{experts.EXPERTS_FILE}, layer {row.layer} in {row.shard or table.file}"
+        for part, kind, offset in row.parts():
+            name = f"blk.{row.layer}.ffn_{part}_exps.weight"
+            tensor = tensors[name] = _left_in(native, where, name, None)
+            found = (kind.name, row.shard or table.file, offset)
+            required = (tensor.kind.name, tensor.file.path.name, tensor.offset)
+            if found != required:
+                raise WeightMismatch(
+                    f"{where}: found {part} as {found[0]} in {found[1]} at {found[2]}, "
+                    f"required {required[0]} in {required[1]} at {required[2]}"
+                )
+    return tensors
+
+
+def _left_in(
+    native: GgufFiles | None, where: str, name: str, shape: tuple[int, ...] | None
+) -> BlockTensor:
+    """A tensor that a pack has left in the model's GGUF file; shape: what the pack says of it, if it says."""
+    if native is None:
+        raise WeightMismatch(
+            f"{where}: found {name} left in a GGUF file, required that file beside the pack: --native FILE"
+        )
+    tensor = native.tensors.get(name)
+    if tensor is None:
+        raise WeightMismatch(f"{where}: found no {name} in the GGUF file, required there")
+    if shape is not None and tensor.shape != shape:
+        raise WeightMismatch(
+            f"{where}: found shape {list(shape)}, required {list(tensor.shape)} by the GGUF file"
+        )
+    return tensor
 
 
 def _blob_parts(
@@ -133,11 +189,11 @@ def _blob_parts(
 
 
 class _Draft:
-    """Tensors of `mtp/` and where checkpoint names find them."""
+    """Tensors of a draft layer's folder and where checkpoint names find them."""
 
-    def __init__(self, directory: Path, spec: ModelSpec) -> None:
-        block, folder = f"{draft.DRAFT_DIRECTORY}/", directory / draft.DRAFT_DIRECTORY
-        rows, kinds = read_draft(directory)
+    def __init__(self, folder: Path, spec: ModelSpec) -> None:
+        block = f"{draft.DRAFT_DIRECTORY}/"
+        rows, kinds = read_draft(folder)
         dense = MappedFile(folder / draft.DENSE_FILE)
         self.tensors: dict[str, StoredTensor] = {}
         for row in rows:

@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-from typing import Any
-
-from gguf import GGUFReader
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import WeightMismatch
 from engine.sources.ggml_types import ggml_type
+from engine.sources.gguf_shards import read_gguf, shard_paths
 from engine.sources.mapped import BlockTensor, MappedFile
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from gguf import GGUFReader
 
 _TEXT_KEYS = ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.merges")
 """Hundreds of thousands of strings that nobody needs beside the weights."""
-_SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
 class GgufFiles:
     """Metadata of the first shard, tensors of all."""
 
-    def __init__(self, path: Path, *, with_text: bool = False) -> None:
-        """path: any shard; with_text: read the tokenizer's lists too.
+    def __init__(self, path: Path, *, with_text: bool = False, all_shards: bool = True) -> None:
+        """path: any shard; with_text: read the tokenizer's lists too; all_shards: False reads this file alone.
 
         Raises WeightMismatch for a file that is missing, broken, or of another model.
         """
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, BlockTensor] = {}
-        paths = _shards(path)
+        paths = shard_paths(path) if all_shards else [path]
         for number, shard in enumerate(paths):
-            reader = _read(shard)
+            reader = read_gguf(shard)
             fields: dict[str, Any] = {
                 name: field.contents()
                 for name, field in reader.fields.items()
@@ -38,7 +39,8 @@ class GgufFiles:
             if number == 0:
                 self.metadata = fields
             self._add(reader, shard)
-        self._check_count(path, len(paths))
+        if all_shards:
+            self._check_count(path, len(paths))
 
     def _add(self, reader: GGUFReader, path: Path) -> None:
         file = MappedFile(path)
@@ -62,28 +64,3 @@ class GgufFiles:
             raise WeightMismatch(
                 f"{path.name}: found {len(self.tensors)} tensors in {num_shards} shards, required {wanted}"
             )
-
-
-def _shards(path: Path) -> list[Path]:
-    match = _SHARD.search(path.name)
-    if match is None:
-        return [path]
-    total = int(match[2])
-    stem = path.name[: match.start()]
-    paths = [path.with_name(f"{stem}-{i:05d}-of-{total:05d}.gguf") for i in range(1, total + 1)]
-    missing = [p.name for p in paths if not p.is_file()]
-    if missing:
-        raise WeightMismatch(
-            f"{path.name}: found no {', '.join(missing)}, required all {total} shards in one folder"
-        )
-    return paths
-
-
-def _read(path: Path) -> GGUFReader:
-    if not path.is_file():
-        raise WeightMismatch(f"{path}: found no such file, required a GGUF file")
-    try:
-        return GGUFReader(path)
-    # The library checks little of its own: a broken file ends in whatever numpy says of it.
-    except (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError) as error:
-        raise WeightMismatch(f"{path.name}: not a readable GGUF file: {error}") from error

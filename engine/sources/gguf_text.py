@@ -6,11 +6,13 @@ Byte-level BPE with NFC normalisation only, which is what the architecture's mod
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ConfigMismatch
+from engine.errors import ConfigMismatch, EngineError
+from engine.sources.gguf_shards import read_gguf, shard_paths
 
 _PREFIX = "tokenizer.ggml."
 _TEMPLATE = "tokenizer.chat_template"
@@ -126,6 +128,21 @@ def write_text_files(metadata: Mapping[str, Any], directory: Path) -> None:
         (directory / "chat_template.jinja").write_text(text, encoding="utf-8")
 
 
+def extract_text(file: Path, directory: Path) -> None:
+    """Write the text files of a GGUF model, any shard of it, to a directory.
+
+    Raises ConfigMismatch if its metadata has no tokenizer, or one of another kind.
+    """
+    first = shard_paths(file)[0]
+    fields = read_gguf(first).fields
+    if not has_text(fields):
+        raise ConfigMismatch(
+            f"{first.name}: found no tokenizer in its metadata, required one, or tokenizer.json beside the file"
+        )
+    kept = {name: field for name, field in fields.items() if name.startswith("tokenizer.")}
+    write_text_files({name: field.contents() for name, field in kept.items()}, directory)
+
+
 def _pattern_name(tokenizer: Mapping[str, Any]) -> str:
     before = tokenizer["pre_tokenizer"]
     parts = before.get("pretokenizers", [before])
@@ -172,3 +189,17 @@ def _added_token(token_id: int, text: str, kind: int) -> dict[str, Any]:
 def _write(file: Path, value: Any) -> None:
     text = json.dumps(value, ensure_ascii=False, indent=1)
     file.write_text(text + "\n", encoding="utf-8")
+
+
+def main() -> int:
+    """`python -m engine.sources.gguf_text FILE DIR`: extract_text; status 1 and a line when it cannot."""
+    try:
+        extract_text(Path(sys.argv[1]), Path(sys.argv[2]))
+    except EngineError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

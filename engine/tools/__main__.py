@@ -6,6 +6,7 @@ They live beside the engine because they read tensors. Each command is a functio
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -17,6 +18,11 @@ from engine.tools.pack import pack
 from engine.tools.pack_budget import budget
 from engine.tools.plan import plan
 from engine.tools.profile import profile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_EXIT_FAILED, _EXIT_USAGE, _EXIT_ABORTED = 1, 2, 130
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -39,12 +45,26 @@ def root() -> None:
 
 
 def main() -> None:
-    """Run a command; a model that cannot be used ends it with status 1 and one line."""
+    """Run a command. A model that cannot be used ends it with status 1, a bad command line with 2; one line each."""
     try:
-        app(prog_name="stratagate")
+        status = app(prog_name="stratagate", standalone_mode=False)
     except EngineError as error:
-        typer.echo(f"stratagate: {error}", err=True)
-        sys.exit(1)
+        status = _say(str(error), _EXIT_FAILED)
+    except typer.Abort:
+        status = _EXIT_ABORTED
+    except Exception as error:
+        # What a wrong command line raises has no public class in common, but this method.
+        format_message: Callable[[], str] | None = getattr(error, "format_message", None)
+        if format_message is None:
+            raise
+        status = _say(" ".join(format_message().split()), _EXIT_USAGE)
+    sys.exit(status or 0)
+
+
+def _say(message: str, status: int) -> int:
+    if message:  # without a command the help was shown instead
+        sys.stderr.write(f"stratagate: {message}\n")
+    return status
 
 
 if __name__ == "__main__":

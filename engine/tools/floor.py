@@ -10,13 +10,20 @@ from typing import Annotated
 import torch
 import typer
 
-from engine.config import DEFAULT_MODEL, EngineConfig
+from engine.config import DEFAULT_MODEL, EngineConfig, ModelParts
 from engine.engine import TorchEngine, load_engine
 from engine.instruments import Allocations, StageTimer, count_allocations
 from engine.interface import MAX_SLOTS, MAX_SPEC
 from engine.layers.gdn import GdnLayer
 from engine.state import Rows
-from engine.tools.options import MODEL_HELP, number_option, word_option
+from engine.tools.options import (
+    MODEL_HELP,
+    MtpOption,
+    NativeOption,
+    PleGgufOption,
+    number_option,
+    word_option,
+)
 
 _WARM_UP = 2
 _HEAD, _START = "head", "start"
@@ -59,6 +66,9 @@ class Floor:
 
 def floor(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)] = DEFAULT_MODEL,
+    native: NativeOption = None,
+    ple_gguf: PleGgufOption = None,
+    mtp: MtpOption = None,
     slots: Annotated[int, number_option("--slots", "Slots in the window.", 1, MAX_SLOTS)] = 1,
     rows: Annotated[int, number_option("--rows", "Rows of each slot.", 1, MAX_SPEC + 1)] = 1,
     position: Annotated[
@@ -77,6 +87,7 @@ def floor(
     engine = load_engine(
         EngineConfig(
             model=model,
+            parts=ModelParts(native=native, ple_gguf=ple_gguf, mtp=mtp),
             device=device,
             dtype=dtype,
             threads=threads,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engine.config import DEFAULT_MODEL, model_path
+from engine.config import DEFAULT_MODEL, ModelParts, model_path
 from engine.errors import WeightMismatch
 from engine.geometry import (
     DRAFT,
@@ -20,6 +20,7 @@ from engine.geometry import (
     sequence_state,
 )
 from engine.sources.opening import open_source, read_spec
+from engine.tools.options import MODEL_HELP, MtpOption, NativeOption, PleGgufOption
 from engine.tools.tables import table
 
 if TYPE_CHECKING:
@@ -32,16 +33,18 @@ _OTHER = "other"
 
 
 def inspect(
-    model: Annotated[
-        str, typer.Argument(help="Checkpoint directory, GGUF file, pack directory, or `default`.")
-    ] = DEFAULT_MODEL,
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)] = DEFAULT_MODEL,
+    native: NativeOption = None,
+    ple_gguf: PleGgufOption = None,
+    mtp: MtpOption = None,
 ) -> None:
     """Print a model's geometry, its parameters and bytes by part, and the state of one sequence."""
     path = model_path(model)
-    spec = read_spec(path)
+    parts = ModelParts(native=native, ple_gguf=ple_gguf, mtp=mtp)
+    spec = read_spec(path, parts)
     sections = [geometry(spec), parameters(spec), state(spec)]
     try:
-        source = open_source(path, spec)
+        source = open_source(path, spec, parts)
     except WeightMismatch as error:
         sections.append(f"no weights: {error}")
     else:

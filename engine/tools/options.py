@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 MODEL_HELP = "Checkpoint directory, GGUF file, pack directory, or `default`."
 MAX_MIB = 2**24
+NativeOption = Annotated[
+    str | None,
+    typer.Option("--native", help="GGUF file that a pack leaves tensors in.", metavar="FILE"),
+]
+PleGgufOption = Annotated[
+    str | None,
+    typer.Option("--ple-gguf", help="GGUF file to take the n-gram table from.", metavar="FILE"),
+]
+MtpOption = Annotated[
+    str | None,
+    typer.Option("--mtp", help="Directory to take the draft layer from.", metavar="DIR"),
+]
 
 
 def count(low: int, high: int) -> Callable[[str | int], int]:

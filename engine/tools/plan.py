@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import torch
 import typer
 
-from engine.config import DEFAULT_MODEL, EngineConfig, model_path
+from engine.config import DEFAULT_MODEL, EngineConfig, ModelParts, model_path
 from engine.errors import PlanRefused, WeightMismatch
 from engine.interface import MAX_SLOTS, MAX_SPEC
 from engine.memory_plan import MIB, TABLE, Place, Step, experts_are_dense, num_pairs
@@ -26,7 +26,16 @@ from engine.startup_plan import (
     limits_of,
     plan_start,
 )
-from engine.tools.options import AUTO, MAX_MIB, MODEL_HELP, number_option, word_option
+from engine.tools.options import (
+    AUTO,
+    MAX_MIB,
+    MODEL_HELP,
+    MtpOption,
+    NativeOption,
+    PleGgufOption,
+    number_option,
+    word_option,
+)
 from engine.tools.tables import table
 
 if TYPE_CHECKING:
@@ -37,6 +46,9 @@ _MAX_CONTEXT = 2**20
 
 def plan(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)] = DEFAULT_MODEL,
+    native: NativeOption = None,
+    ple_gguf: PleGgufOption = None,
+    mtp: MtpOption = None,
     vram_mib: Annotated[
         int | None, number_option("--vram-mib", "Free memory of a GPU; 0: none.", 0, MAX_MIB)
     ] = None,
@@ -84,10 +96,12 @@ def plan(
     ] = None,
 ) -> None:
     """Print what a start would take, line by line, and whether it fits; nothing is loaded."""
-    spec = read_spec(model_path(model))
+    parts = ModelParts(native=native, ple_gguf=ple_gguf, mtp=mtp)
+    spec = read_spec(model_path(model), parts)
     machine = _machine(device, vram_mib, ram_mib)
     config = EngineConfig(
         model=model,
+        parts=parts,
         dtype=dtype,
         kv=kv,
         num_slots=batch,
@@ -101,10 +115,10 @@ def plan(
     )
     dtype_held = dtype_of(dtype, has_gpu=machine.has_gpu)
     try:
-        parts = None if machine.has_gpu else _step_parts(config, spec)
-        if parts is not None:
+        step_parts = None if machine.has_gpu else _step_parts(config, spec)
+        if step_parts is not None:
             dtype_held = torch.float32
-        found = plan_start(config, spec, machine, dtype_held, step_parts=parts)
+        found = plan_start(config, spec, machine, dtype_held, step_parts=step_parts)
     except PlanRefused:
         if ple_io is not None or not ssd or spec.ple is None:
             raise
@@ -117,7 +131,7 @@ def _step_parts(config: EngineConfig, spec: ModelSpec) -> dict[str, int] | None:
     if why_not(config, spec, torch.device("cpu")) is not None:
         return None
     try:
-        source = open_source(model_path(config.model), spec)
+        source = open_source(model_path(config.model), spec, config.parts)
     except WeightMismatch:  # a configuration without weights: planned as the torch layers hold them
         return None
     with closing(source):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any, cast
 
 import torch
@@ -13,13 +14,21 @@ from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from engine.config import DEFAULT_MODEL, EngineConfig, model_path, text_path
+from engine.config import DEFAULT_MODEL, EngineConfig, ModelParts, model_path, text_path
 from engine.engine import TorchEngine, load_engine
 from engine.errors import ConversationsMismatch
 from engine.expert_profile import ExpertProfile, profile_of_counts, write_profile
-from engine.sources.opening import read_spec
+from engine.sources.gguf_text import extract_text
+from engine.sources.opening import GGUF_SUFFIX, read_spec
 from engine.startup_budget import slots_per_layer
-from engine.tools.options import MODEL_HELP, number_option, word_option
+from engine.tools.options import (
+    MODEL_HELP,
+    MtpOption,
+    NativeOption,
+    PleGgufOption,
+    number_option,
+    word_option,
+)
 from engine.tools.tables import table
 
 _DEFAULT_CONTEXT = 4096
@@ -34,6 +43,9 @@ def profile(
         ),
     ],
     model: Annotated[str, typer.Argument(help=MODEL_HELP)] = DEFAULT_MODEL,
+    native: NativeOption = None,
+    ple_gguf: PleGgufOption = None,
+    mtp: MtpOption = None,
     out: Annotated[Path, typer.Option("--out", help="File to write.")] = Path("expert-profile.bin"),
     max_context: Annotated[
         int | None,
@@ -48,11 +60,15 @@ def profile(
     threads: Annotated[int | None, number_option("--threads", "CPU threads.", 1, 1024)] = None,
 ) -> None:
     """Read conversations, count which experts every layer routes them to, and write the ranking."""
-    spec = read_spec(model_path(model))
-    texts = list(read_conversations(conversations, text_path(model), spec.vocab_size))
+    parts = ModelParts(native=native, ple_gguf=ple_gguf, mtp=mtp)
+    spec = read_spec(model_path(model), parts)
+    with TemporaryDirectory() as made:
+        directory = _text_files(model, parts, Path(made))
+        texts = list(read_conversations(conversations, directory, spec.vocab_size))
     engine = load_engine(
         EngineConfig(
             model=model,
+            parts=parts,
             device=device,
             dtype=dtype,
             threads=threads,
@@ -108,6 +124,16 @@ def report(ranking: ExpertProfile, counts: Sequence[Sequence[int]], num_ids: int
     ]
     head = f"{num_ids:,} ids, {total:,} pairs of layer and expert ranked"
     return f"{head}\n\n" + table(("of all experts", "slots", "routes served"), rows)
+
+
+def _text_files(model: str, parts: ModelParts, made: Path) -> Path:
+    """Where tokenizer and template lie; written to `made` out of a GGUF file's metadata if none are beside it."""
+    beside = text_path(model)
+    file = model if model.endswith(GGUF_SUFFIX) else parts.native
+    if file is None or (beside / "tokenizer.json").is_file():
+        return beside
+    extract_text(Path(file), made)
+    return made
 
 
 def read_conversations(file: Path, text_files: Path, vocab_size: int) -> Iterator[list[int]]:

@@ -14,7 +14,7 @@ from engine.fake import FakeScript
 from gateway.app import build_app
 from gateway.config import GatewayConfig
 from gateway.model_files import load_model_files
-from gateway.server import GracefulServer, build_service, take_address, url_of, with_turn_token
+from gateway.server import GracefulServer, build_service, take_address, url_of, with_text
 from scheduler.config import SchedulerConfig, model_path
 from tests.factories import FAST_SUPERVISION, make_scheduler
 
@@ -94,7 +94,7 @@ async def live_server(
     gateway = config or GatewayConfig(port=0)
     files = default_files()
     chosen = scheduler_config or SchedulerConfig(supervision=FAST_SUPERVISION)
-    scheduler = make_scheduler(script or FakeScript(), config=with_turn_token(chosen, files))
+    scheduler = make_scheduler(script or FakeScript(), config=with_text(chosen, files))
     await scheduler.start()
     listener = take_address(gateway)
     url = url_of(listener)

@@ -304,10 +304,10 @@ def test_a_plan_that_does_not_fit_gives_both_numbers_and_the_option() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_slots": 5}, "num_slots: found 5, required 1 to 4"),
-        ({"max_context": 513}, "max_context: found 513, required at most the model's 512"),
-        ({"max_draft": 5}, "max_draft: found 5, required 0 to 4"),
-        ({"kv": "int4"}, "kv: found int4, required auto, fp32, bf16, int8"),
+        ({"num_slots": 5}, "--batch: found 5, required 1 to 4"),
+        ({"max_context": 513}, "--max-context: found 513, required at most the model's 512"),
+        ({"max_draft": 5}, "--spec: found 5, required 0 to 4"),
+        ({"kv": "int4"}, "--kv: found int4, required auto, fp32, bf16, int8"),
     ],
 )
 def test_choices_out_of_range_are_refused_before_loading(

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from gateway import cli, config
 from gateway.config import AppConfig, ServeOptions, load_config, read_api_keys
 from gateway.errors import ConfigError
+from scheduler.config import ModelParts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,7 +50,10 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[AppConfig]:
         (["--native", "m.bin"], ["--native must be a GGUF file", "m.bin"]),
         (["--pack", "/nowhere"], ["--pack must be a directory with an index.txt", "/nowhere"]),
         (["--native", "m.gguf", "--model", "m"], ["--model and --native each name a model"]),
-        (["--native", "m.gguf", "--pack", "p"], ["--native and --pack each name a model"]),
+        (
+            ["--native", "m.gguf", "--pack", "p", "--model", "m"],
+            ["--model and --native and --pack each name a model"],
+        ),
         (["--spec-min-p", "NaN"], ["--spec-min-p", "NaN", "0 to 1"]),
         (["--spec-min-p", "1.5"], ["--spec-min-p", "0 to 1"]),
         (["--spec-min-p", "0_1"], ["--spec-min-p"]),
@@ -71,8 +75,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[AppConfig]:
         (["--batch-groups", "0"], ["--batch-groups", "1 to 4"]),
         (["--batch-groups", "2"], ["--batch-groups is 2", "one device"]),
         (["--vision"], ["--vision", "no image encoder"]),
-        (["--mtp", "drafts"], ["--mtp is drafts", "--no-mtp"]),
-        (["--ple-gguf", "t.gguf"], ["--ple-gguf is t.gguf", "found by name"]),
+        (["--mtp", "drafts", "--no-mtp"], ["--no-mtp serves without", "--mtp is drafts"]),
+        (["--ple-gguf", "t.bin"], ["--ple-gguf must be a GGUF file", "t.bin"]),
         (["--conversation-cache-slots", "-1"], ["--conversation-cache-slots", "0 to 100000"]),
         (["--conversation-cache-mib", "1e3"], ["--conversation-cache-mib", "1e3"]),
         (["--conversation-cache-min-free-mib", "NaN"], ["--conversation-cache-min-free-mib"]),
@@ -166,6 +170,19 @@ def test_options_arrive(started: list[AppConfig], tmp_path: Path) -> None:
     assert gateway.cors_origins == ("https://a", "https://b")
     assert [key.name for key in gateway.api_keys] == ["ann"]
     assert (gateway.served_model_name, gateway.host, gateway.log_level) == ("m", "::1", "error")
+
+
+def test_parts_of_the_model_arrive(started: list[AppConfig], tmp_path: Path) -> None:
+    (tmp_path / "index.txt").touch()
+    options = f"--pack {tmp_path} --native m.gguf --ple-gguf t.gguf --mtp drafts"
+    result = runner.invoke(cli.app, ["serve", *options.split()])
+    assert result.exit_code == 0, result.output
+    engine = started[0].scheduler.engine
+    assert engine.model == str(tmp_path)
+    assert engine.parts == ModelParts(native="m.gguf", ple_gguf="t.gguf", mtp="drafts")
+    runner.invoke(cli.app, ["serve", "--native", "m.gguf"])
+    assert started[1].scheduler.engine.model == "m.gguf"
+    assert started[1].scheduler.engine.parts == ModelParts()
 
 
 def test_defaults_and_environment(started: list[AppConfig]) -> None:

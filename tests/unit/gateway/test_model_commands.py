@@ -5,9 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 from typer.testing import CliRunner
 
 from engine.tools.__main__ import app as tools
+from engine.tools.__main__ import main
 from gateway.cli import app
 from gateway.model_commands import COMMANDS
 
@@ -28,6 +30,30 @@ def test_arguments_and_status_go_through() -> None:
     )
 
 
-def test_help_and_bad_options_are_the_command_s_own() -> None:
+def test_help_is_the_command_s_own() -> None:
     assert "[model]" in CliRunner().invoke(tools, ["inspect", "--help"]).output
-    assert CliRunner().invoke(tools, ["inspect", "--wrong"]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["plan", "--vram-mib", "-5"], ["--vram-mib", "from 0 to 16777216", "'-5'"]),
+        (["inspect", "--wrong"], ["--wrong"]),
+        (["pack", "default"], ["directory"]),
+        (["plot"], ["plot"]),
+    ],
+)
+def test_a_bad_command_line_ends_with_one_line(
+    arguments: list[str],
+    words: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["stratagate", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (2, "")
+    assert err.startswith("stratagate: ")
+    assert err.count("\n") == 1
+    assert all(word in err.lower() for word in words), err
