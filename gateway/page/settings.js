@@ -33,6 +33,7 @@ export function authorization() {
 
 export function openSettings(name) {
   dialog.showModal();
+  dialog.scrollTop = 0; // where it was left, the heading may be out of sight
   if (name) input(name).focus();
 }
 
