@@ -92,6 +92,8 @@ def _parse_message(fields: Fields) -> Message:
     content = _parse_content(fields)
     name = fields.string("name")
     if role is Role.ASSISTANT:
+        if content is None:  # what a model that declined has said
+            content = fields.string("refusal")
         return _parse_assistant(fields, content, name)
     for field in ("tool_calls", "reasoning_content"):
         if fields.get(field) is not None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 from gateway.fields import Fields, JsonObject, as_object, check_depth, describe, refuse
 from gateway.renaming import renamed
+from gateway.unsupported import OFF_IN_MESSAGE, refuse_unsupported
 from gateway.wire import MAX_TOKENS, parse_body, read_chat
 
 if TYPE_CHECKING:
@@ -47,8 +48,9 @@ _NAMES = {
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     "thinking_token_budget": "thinking.budget_tokens",
     "user": "metadata.user_id",
+    "reasoning_effort": "output_config.effort",
 }
-UNSUPPORTED = ("container", "mcp_servers", "context_management", "fallbacks")
+ANTHROPIC_EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
 
 def parse_message(body: bytes) -> ChatRequest:
@@ -65,16 +67,13 @@ def parse_count(body: bytes) -> ChatRequest:
 
 
 def _read(fields: Fields) -> ChatRequest:
-    for name in UNSUPPORTED:
-        value = fields.get(name)
-        if value is not None and value not in ([], {}):
-            refuse(name, f"is not supported by this server; found {describe(value)}")
+    refuse_unsupported(fields, OFF_IN_MESSAGE)
     chat: JsonObject = {name: fields.values[name] for name in _SAME if name in fields.values}
     chat["max_tokens"] = fields.integer("max_tokens", 1, MAX_TOKENS)
     chat["stop"] = fields.array("stop_sequences")
     chat["messages"] = _messages(fields)
     chat["tools"] = [_tool(item) for item in fields.objects("tools")]
-    chat |= _tool_choice(fields) | _thinking(fields) | _output_format(fields)
+    chat |= _tool_choice(fields) | _thinking(fields) | _output(fields)
     if (metadata := fields.object("metadata")) is not None:
         chat["user"] = metadata.string("user_id")
     with renamed(_NAMES):
@@ -246,15 +245,16 @@ def _thinking(fields: Fields) -> JsonObject:
     return chat
 
 
-def _output_format(fields: Fields) -> JsonObject:
-    output = fields.object("output_format")
+def _output(fields: Fields) -> JsonObject:
+    output, config = fields.object("output_format"), fields.object("output_config")
+    chat: JsonObject = {}
+    if config is not None:
+        output = config.object("format") if output is None else output
+        chat["reasoning_effort"] = config.one_of("effort", ANTHROPIC_EFFORTS)
     if output is None:
-        config = fields.object("output_config")
-        output = None if config is None else config.object("format")
-    if output is None:
-        return {}
+        return chat
     schema = output.object("schema")
     if output.string("type") != "json_schema" or schema is None:
         refuse(output.param("type"), "must be 'json_schema', with a schema")
     wrapped: JsonObject = {"name": "output", "schema": schema.values}
-    return {"response_format": {"type": "json_schema", "json_schema": wrapped}}
+    return {**chat, "response_format": {"type": "json_schema", "json_schema": wrapped}}

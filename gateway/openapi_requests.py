@@ -21,9 +21,8 @@ from gateway.json_schema import (
     struct,
     text,
 )
-from gateway.messages_wire import UNSUPPORTED
+from gateway.messages_wire import ANTHROPIC_EFFORTS
 from gateway.responses_api_wire import INCLUDED
-from gateway.responses_api_wire import OFF as OFF_IN_RESPONSE
 from gateway.structured import (
     FORMAT_NAME,
     MAX_CHOICE_STRINGS,
@@ -32,6 +31,12 @@ from gateway.structured import (
     NOT_STRUCTURED,
 )
 from gateway.token_wire import MAX_IDS, MAX_TEXT_CHARS
+from gateway.unsupported import (
+    OFF_IN_CHAT,
+    OFF_IN_COMPLETION,
+    OFF_IN_MESSAGE,
+    OFF_IN_RESPONSE,
+)
 from gateway.wire import (
     EFFORTS,
     MAX_CHOICES,
@@ -48,9 +53,6 @@ from gateway.wire import (
     MAX_TOOLS,
     MIN_DEADLINE_S,
     MIN_SEED,
-    OFF,
-    OFF_IN_CHAT,
-    OFF_IN_COMPLETION,
     RESERVED_TEMPLATE_NAMES,
     TEMPLATE_NAME,
     TOOL_NAME,
@@ -164,7 +166,7 @@ class _Requests:
         body = struct(
             {"model": TEXT, "messages": _messages()}, {**self._openai(), **self._thinking(), **own}
         )
-        return _with_off(body, OFF | OFF_IN_CHAT)
+        return _with_off(body, OFF_IN_CHAT)
 
     def _completion(self) -> JsonObject:
         ids, string = array(self.token_id, 1), text(1)
@@ -177,9 +179,10 @@ class _Requests:
         body = struct(
             {"model": TEXT, "prompt": either(string, ids, prompts)}, {**self._openai(), **own}
         )
-        return _with_off(body, OFF | OFF_IN_COMPLETION)
+        return _with_off(body, OFF_IN_COMPLETION)
 
     def _message(self, required: _Properties) -> JsonObject:
+        output_format = struct({"type": one_of("json_schema"), "schema": _SCHEMA})
         more = {
             "max_tokens": integer(1, self.limit),
             "system": either(TEXT, array(_part())),
@@ -188,7 +191,10 @@ class _Requests:
             "tool_choice": _anthropic_choice(),
             "thinking": _anthropic_thinking(),
             "metadata": struct({}, {"user_id": text(0, MAX_KEY_CHARS)}),
-            "output_format": struct({"type": one_of("json_schema"), "schema": _SCHEMA}),
+            "output_format": output_format,
+            "output_config": struct(
+                {}, {"effort": one_of(*ANTHROPIC_EFFORTS), "format": output_format}
+            ),
         }
         body = struct(
             {"model": TEXT, **required, "messages": array(_anthropic_message(), 1)},
@@ -198,7 +204,7 @@ class _Requests:
                 **{name: schema for name, schema in more.items() if name not in required},
             },
         )
-        return _with_off(body, dict.fromkeys(UNSUPPORTED, ([], {})))
+        return _with_off(body, OFF_IN_MESSAGE)
 
     def _response(self) -> JsonObject:
         json_schema = struct(

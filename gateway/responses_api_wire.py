@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from gateway.chat_messages import parse_arguments
 from gateway.fields import Fields, JsonObject, as_array, as_object, describe, refuse
 from gateway.renaming import renamed
+from gateway.unsupported import OFF_IN_RESPONSE, refuse_unsupported
 from gateway.wire import MAX_TOKENS, parse_body, read_chat
 from scheduler.messages import MAX_TOP_LOGPROBS
 
@@ -58,22 +59,6 @@ _NAMES = {
     "logprobs": "include",
     "verbosity": "text.verbosity",
 }
-OFF: dict[str, tuple[object, ...]] = {
-    # Known fields that are not honoured, and the values that ask for nothing.
-    "background": (False,),
-    "context_management": ([],),
-    "conversation": (),
-    "max_tool_calls": (),
-    "previous_response_id": (),
-    "prompt": (),
-    "store": (False,),
-    "truncation": ("disabled",),
-}
-_REASONS = {
-    "previous_response_id": "cannot be honoured: this server keeps no responses; send the conversation in input",
-    "conversation": "cannot be honoured: this server keeps no conversations; send this one in input",
-    "store": "must be false: this server keeps no responses",
-}
 _LOGPROBS = "message.output_text.logprobs"
 INCLUDED = (
     "reasoning.encrypted_content",  # the thought is in the answer as it is: there is nothing to encrypt
@@ -94,7 +79,7 @@ class ResponseRequest:
 def parse_response(body: bytes) -> ResponseRequest:
     """Body bytes of /v1/responses to a ResponseRequest. Raises InvalidRequest."""
     fields = parse_body(body)
-    _refuse_unsupported(fields)
+    refuse_unsupported(fields, OFF_IN_RESPONSE)
     if (stream_options := fields.object("stream_options")) is not None:
         stream_options.boolean("include_obfuscation")
     chat: JsonObject = {name: fields.values[name] for name in _SAME if name in fields.values}
@@ -110,14 +95,6 @@ def parse_response(body: bytes) -> ResponseRequest:
         chat["response_format"] = _text_format(text)
     with renamed(_NAMES):
         return ResponseRequest(chat=read_chat(Fields(chat)), echo=_echo(fields))
-
-
-def _refuse_unsupported(fields: Fields) -> None:
-    for name, off in OFF.items():
-        value = fields.get(name)
-        if value is not None and not any(type(value) is type(x) and value == x for x in off):
-            default = f"is not supported by this server; found {describe(value)}"
-            refuse(name, _REASONS.get(name, default))
 
 
 def _logprobs(fields: Fields) -> JsonObject:

@@ -1,7 +1,7 @@
 """OpenAI request shapes: body bytes to frozen requests, every field checked once.
 
-A field that OpenAI, vLLM or llama-server know and that cannot be honoured here is refused by name unless its
-value means "off"; a field that nobody knows is ignored. Sampling fields that are absent stay None: the model's
+A known field that cannot be honoured here is refused by name unless its value asks for nothing (`unsupported.py`); a
+field that nobody knows is ignored. Sampling fields that are absent stay None: the model's
 own defaults are filled in later.
 """
 
@@ -27,6 +27,7 @@ from gateway.fields import (
 )
 from gateway.structured import Structure, ToolChoice, parse_structure, parse_tool_choice
 from gateway.tools import Tool
+from gateway.unsupported import OFF_IN_CHAT, OFF_IN_COMPLETION, refuse_unsupported
 from scheduler.messages import MAX_SPEC, MAX_TOP_LOGPROBS
 
 MAX_CHOICES = 16
@@ -45,46 +46,6 @@ MAX_PRIORITY = 100
 MIN_DEADLINE_S, MAX_DEADLINE_S = 1, 86_400
 MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1
 
-OFF: dict[str, tuple[object, ...]] = {
-    # Known fields that are not honoured, and the values that ask for nothing.
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "audio": (),
-    "modalities": (["text"],),
-    "web_search_options": (),
-    "store": (False,),
-    "service_tier": ("auto", "default"),
-    "verbosity": ("medium",),
-    "best_of": (1,),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "grammar": ("",),
-    "json_schema": (),
-    "use_beam_search": (False,),
-    "prompt_logprobs": (),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "truncate_prompt_tokens": (),
-    "skip_special_tokens": (True,),
-    "length_penalty": (1, 1.0),
-    "typical_p": (1, 1.0),
-    "mirostat": (0,),
-    "dry_multiplier": (0, 0.0),
-    "xtc_probability": (0, 0.0),
-    "n_predict": (-1,),
-    "add_generation_prompt": (True,),
-}
-OFF_IN_CHAT: dict[str, tuple[object, ...]] = {"echo": (False,)}
-OFF_IN_COMPLETION: dict[str, tuple[object, ...]] = {
-    "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True,),
-    "thinking_budget": (),
-    "thinking_token_budget": (),
-}
 TEMPLATE_NAME = r"[A-Za-z_][A-Za-z0-9_]{0,63}"
 RESERVED_TEMPLATE_NAMES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
@@ -183,7 +144,8 @@ def read_chat(fields: Fields) -> ChatRequest:
     """A chat completion's fields to a ChatRequest; requests of other APIs are put into them. Raises InvalidRequest."""
     model = _model(fields)
     messages = parse_messages(fields)
-    _refuse_unsupported(fields, OFF | OFF_IN_CHAT)
+    refuse_unsupported(fields, OFF_IN_CHAT)
+    _check_hints(fields)
     continue_final = fields.boolean("continue_final_message") or False
     if continue_final and (messages[-1].role is not Role.ASSISTANT or not messages[-1].content):
         refuse("continue_final_message", "needs an assistant message with text at the end")
@@ -205,7 +167,7 @@ def parse_completion(body: bytes) -> CompletionRequest:
     fields = parse_body(body)
     model = _model(fields)
     prompts = _prompts(fields)
-    _refuse_unsupported(fields, OFF | OFF_IN_COMPLETION)
+    refuse_unsupported(fields, OFF_IN_COMPLETION)
     max_tokens = fields.integer("max_tokens", 1, MAX_TOKENS)
     echo = fields.boolean("echo") or False
     logprobs = fields.integer("logprobs", 0, MAX_TOP_LOGPROBS)
@@ -228,12 +190,11 @@ def _model(fields: Fields) -> str:
     return model
 
 
-def _refuse_unsupported(fields: Fields, known: dict[str, tuple[object, ...]]) -> None:
-    for name, off in known.items():
-        value = fields.get(name)
-        # `in` would take True for 1.
-        if value is not None and not any(type(value) is type(x) and value == x for x in off):
-            refuse(name, f"is not supported by this server; found {describe(value)}")
+def _check_hints(fields: Fields) -> None:
+    """Known fields that change nothing here are at least of their type."""
+    fields.object("metadata")
+    fields.object("prediction")
+    fields.string("safety_identifier")
 
 
 def _chat_max_tokens(fields: Fields) -> int | None:
@@ -377,16 +338,24 @@ def _template_kwargs(fields: Fields) -> JsonObject:
         if name in RESERVED_TEMPLATE_NAMES or not re.fullmatch(TEMPLATE_NAME, name):
             refuse("chat_template_kwargs", f"cannot set {name!r:.60}")
     check_depth("chat_template_kwargs", kwargs)
-    thinking = fields.boolean("enable_thinking")
-    if thinking is not None:
-        kwargs["enable_thinking"] = thinking
     _check_thinking(kwargs)
+    _set_once(kwargs, "enable_thinking", fields.boolean("enable_thinking"), "enable_thinking")
     effort = fields.one_of("reasoning_effort", EFFORTS)
     if effort == "none":
-        kwargs.setdefault("enable_thinking", False)
-    elif effort is not None:
-        kwargs["reasoning_effort"] = effort
+        _set_once(kwargs, "enable_thinking", False, "reasoning_effort")
+    else:
+        _set_once(kwargs, "reasoning_effort", effort, "reasoning_effort")
     return kwargs
+
+
+def _set_once(kwargs: JsonObject, name: str, value: object, param: str) -> None:
+    """Set a variable of the template to what a field asks for, unless it has another value already."""
+    if value is None:
+        return
+    before = kwargs.get(name)
+    if before is not None and before != value:
+        refuse(param, f"contradicts {name}, which is {describe(before)}")
+    kwargs[name] = value
 
 
 def _check_thinking(kwargs: JsonObject) -> None:

@@ -310,6 +310,32 @@ CHAT: list[tuple[object, str | None]] = [
     (chat(dry_multiplier=1), "dry_multiplier"),
     (chat(n_predict=3), "n_predict"),
     (chat(add_generation_prompt=False), "add_generation_prompt"),
+    (chat(moderation={}), "moderation"),
+    (chat(chat_template="{{ messages }}"), "chat_template"),
+    (chat(documents=[{"text": "x"}]), "documents"),
+    (chat(include_reasoning=False), "include_reasoning"),
+    (chat(include_stop_str_in_output=True), "include_stop_str_in_output"),
+    (chat(return_token_ids=True), "return_token_ids"),
+    (chat(cache_salt="x"), "cache_salt"),
+    (chat(regex="x"), "regex"),
+    (chat(repeat_penalty=1.1), "repeat_penalty"),
+    (chat(samplers=["top_k"]), "samplers"),
+    (chat(top_n_sigma=1), "top_n_sigma"),
+    (chat(timings_per_token=True), "timings_per_token"),
+    # Known, and of no consequence here.
+    (chat(metadata="x"), "metadata"),
+    (chat(prediction="x"), "prediction"),
+    (chat(safety_identifier=1), "safety_identifier"),
+    # Fields that contradict each other.
+    (chat(reasoning_effort="none", enable_thinking=True), "reasoning_effort"),
+    (
+        chat(enable_thinking=True, chat_template_kwargs={"enable_thinking": False}),
+        "enable_thinking",
+    ),
+    (
+        chat(reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"}),
+        "reasoning_effort",
+    ),
 ]
 
 COMPLETIONS: list[tuple[object, str | None]] = [

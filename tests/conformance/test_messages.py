@@ -257,6 +257,7 @@ async def test_thinking_is_off_unless_asked_for() -> None:
             9,
         ),
         ({"thinking": {"type": "adaptive"}, "thinking_budget": 7}, True, 7),
+        ({"thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}}, True, None),
     ],
 )
 def test_what_thinking_becomes(fields: dict[str, object], thinks: bool, budget: int | None) -> None:
@@ -314,6 +315,11 @@ def test_what_thinking_becomes(fields: dict[str, object], thinks: bool, budget: 
         ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
         ({"metadata": {"user_id": 3}}, "metadata.user_id"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+        ({"compaction": {"enabled": True}}, "compaction"),
+        ({"thread": {"type": "create"}}, "thread"),
+        ({"inference_geo": "eu"}, "inference_geo"),
+        ({"output_config": {"effort": "none"}}, "output_config.effort"),
+        ({"regex": "a"}, "regex"),
         ({"stream": "yes"}, "stream"),
     ],
 )

@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from engine.interface import EngineInfo
 from gateway.errors import InvalidRequest
+from gateway.messages_wire import parse_message
 from gateway.preparation import Preparer
+from gateway.responses_api_wire import parse_response
+from gateway.unsupported import (
+    OFF_IN_CHAT,
+    OFF_IN_COMPLETION,
+    OFF_IN_MESSAGE,
+    OFF_IN_RESPONSE,
+)
 from gateway.wire import parse_chat, parse_completion
 from tests.conformance.live import default_files
 
@@ -131,3 +139,25 @@ def test_thinking_off_by_effort() -> None:
     assert parsed.template_kwargs == {"enable_thinking": False}
     parsed = parse_chat(json.dumps({**body, "reasoning_effort": "high"}).encode())
     assert parsed.template_kwargs == {"reasoning_effort": "high"}
+
+
+def test_a_refusal_is_what_the_assistant_said() -> None:
+    said = {"role": "assistant", "content": None, "refusal": "No."}
+    body = {"model": "m", "messages": [said, {"role": "user", "content": "Why?"}]}
+    assert parse_chat(json.dumps(body).encode()).messages[0].content == "No."
+
+
+def test_fields_of_other_servers_are_taken_with_the_values_that_ask_for_nothing() -> None:
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+    for known, parse, own in (
+        (OFF_IN_CHAT, parse_chat, chat),
+        (OFF_IN_COMPLETION, parse_completion, {"prompt": "Hi"}),
+        (OFF_IN_RESPONSE, parse_response, {"input": "Hi"}),
+        (OFF_IN_MESSAGE, parse_message, chat),
+    ):
+        for name, values in known.items():
+            for value in values:
+                parse(json.dumps({"model": "m", **own, name: value}).encode())
+            with pytest.raises(InvalidRequest) as refused:
+                parse(json.dumps({"model": "m", **own, name: {"x": 1}}).encode())
+            assert refused.value.param == name
