@@ -68,10 +68,12 @@ def planned_parts(
     numbers = geometry(spec, num_slots=limits.num_slots, capacity=capacity)
     planner = NativePlanner(Checkpoint(source), spec, keeper)
     model = planner.load(numbers, None, with_draft=limits.max_draft > 0)
-    keeper.count("rotary tables", 2 * capacity * spec.qsa.rotary_dim * 4)
+    for _ in ("cos", "sin"):
+        keeper.count("rotary tables", capacity * spec.qsa.rotary_dim * 4)
     library = abi.Library(abi.LIBRARY)
     scratch = library.scratch_floats(ctypes.byref(model), most_rows(limits), num_threads)
-    return {**keeper.part_bytes, SCRATCH: 4 * scratch}
+    keeper.count(SCRATCH, 4 * scratch)
+    return keeper.part_bytes
 
 
 def most_rows(limits: Limits) -> int:
@@ -94,7 +96,8 @@ class NativeStep:
         self.spec = spec
         self.max_rows = max_rows = most_rows(limits)
         self.library = abi.Library(abi.LIBRARY)
-        self._keeper = Keeper()
+        planned = planned_parts(checkpoint.source, spec, limits, num_threads)
+        self._keeper = Keeper(sum(planned.values()))
         rotary = RotaryTable(
             rotary_dim=spec.qsa.rotary_dim,
             theta=spec.qsa.rope_theta,
@@ -107,14 +110,14 @@ class NativeStep:
         self._model = loader.load(numbers, rotary, with_draft=limits.max_draft > 0)
         self._state = _state(state)
         num_floats = self.library.scratch_floats(ctypes.byref(self._model), max_rows, num_threads)
-        # Zeros, so that the memory is there before the first window.
-        self._scratch = torch.zeros(num_floats, dtype=torch.float32)
+        # Written to, so that the memory is there before the first window.
+        scratch = self._keeper.reserve(4 * num_floats, SCRATCH).zero_()
         self.handle = self.library.open(
             ctypes.byref(self._model),
             ctypes.byref(self._state),
             num_threads,
             max_rows,
-            self._scratch.data_ptr(),
+            scratch.data_ptr(),
         )
         if not self.handle:
             raise EngineError("the compiled step cannot be opened: no memory or no threads left")
@@ -123,7 +126,7 @@ class NativeStep:
     @property
     def part_bytes(self) -> dict[str, int]:
         """Bytes as held, by the names of `planned_parts`."""
-        return {**self._keeper.part_bytes, SCRATCH: 4 * self._scratch.numel()}
+        return self._keeper.part_bytes
 
     def commit(self, slot: int, num_rows: int) -> None:
         """As SlotState.commit, with the arithmetic of the step's own windows."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
+import mmap
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,9 @@ KINDS = {torch.float32: abi.KIND_F32, torch.bfloat16: abi.KIND_BF16, torch.int8:
 
 _VALUE_BYTES = {abi.KIND_F32: 4, abi.KIND_BF16: 2, abi.KIND_I8: 1}
 
+ALIGNMENT = 64
+"""Bytes: every tensor begins with a cache line."""
+
 Change = Callable[[Tensor], Tensor]
 
 
@@ -36,24 +41,57 @@ def _by_tap(conv: Tensor) -> Tensor:
     return conv[:, 0].t()
 
 
-class Keeper:
-    """Owns the memory that the structures point to, and counts it by part."""
+def _huge_pages(num_bytes: int) -> Tensor:
+    """uint8 [num_bytes], on huge pages where the system has some to give."""
+    memory = mmap.mmap(-1, max(num_bytes, 1))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # A kernel without them says so; the weights then lie on small pages.
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return (
+        torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes)
+        if num_bytes
+        else torch.empty(0)
+    )
 
-    def __init__(self) -> None:
+
+class Keeper:
+    """Owns the memory that the structures point to, and counts it by part.
+
+    All tensors lie in one block, in the order in which they come. It asks for huge pages: a token reads a third of the
+    weights, and at 4 KiB a page the processor spends a fifth of that time on finding pages.
+    """
+
+    def __init__(self, block_bytes: int = 0) -> None:
+        """block_bytes: what all tensors will take, counted by another keeper; 0 for counting alone."""
         self._kept: list[Any] = []
+        self._block = _huge_pages(block_bytes)
+        self._used_bytes = 0
         self.part_bytes: dict[str, int] = {}
 
     def pointer(self, tensor: Tensor, part: str) -> int:
-        """Address of a tensor, which is kept and counted."""
-        tensor = tensor.contiguous()
-        self._kept.append(tensor)
-        self.count(part, tensor.numel() * tensor.element_size())
-        return tensor.data_ptr()
+        """Address of a copy of the tensor, which is kept and counted."""
+        place = self.reserve(tensor.numel() * tensor.element_size(), part)
+        place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        return place.data_ptr()
+
+    def reserve(self, num_bytes: int, part: str) -> Tensor:
+        """uint8 [num_bytes] of the block, counted."""
+        first = self._used_bytes
+        self.count(part, num_bytes)
+        return self._block[first : first + num_bytes]
 
     def count(self, part: str, num_bytes: int) -> int:
-        """Count bytes of a part; 0, the address of nothing."""
+        """Count bytes of a part, to the next multiple of ALIGNMENT; 0, the address of nothing."""
+        num_bytes += -num_bytes % ALIGNMENT
         self.part_bytes[part] = self.part_bytes.get(part, 0) + num_bytes
+        self._used_bytes += num_bytes
         return 0
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all parts."""
+        return self._used_bytes
 
     def structure(self, value: ctypes.Structure) -> Any:
         """A pointer to a structure, which is kept."""
@@ -123,7 +161,7 @@ class NativeLoader:
         values = values.view(count, -1, values.shape[-1])
         missing = -values.shape[1] % abi.PANEL
         padded = torch.nn.functional.pad(values, (0, 0, 0, missing))
-        packed = padded.unflatten(1, (-1, abi.PANEL)).transpose(2, 3).contiguous()
+        packed = padded.unflatten(1, (-1, abi.PANEL)).transpose(2, 3)
         data = self._keeper.pointer(packed, part)
         scales = None
         if scale is not None:
@@ -329,11 +367,10 @@ class NativePlanner(NativeLoader):
         return [abi.Matrix(kind=kind, n=n, k=k)] * count
 
     def _rows(self, parts: Sequence[names.Part], part: str) -> tuple[int | None, int | None, int]:
-        kind = self._kind(parts)
-        for _, shape in parts:
-            self._keeper.count(part, math.prod(shape) * _VALUE_BYTES[kind])
-            if kind == abi.KIND_I8:
-                self._keeper.count(part, math.prod(shape[:-1]) * 4)
+        kind, shapes = self._kind(parts), [shape for _, shape in parts]
+        self._keeper.count(part, sum(map(math.prod, shapes)) * _VALUE_BYTES[kind])
+        if kind == abi.KIND_I8:
+            self._keeper.count(part, sum(math.prod(shape[:-1]) for shape in shapes) * 4)
         return None, None, kind
 
     def _check_hash(self, prefix: str, index: int) -> None:

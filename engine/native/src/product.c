@@ -7,13 +7,20 @@
 #define GROUP_ROWS 48 /* rows that go over all panels together: what a level 2 cache holds */
 #define TASK_VALUES 32768 /* weights of a task: a few microseconds */
 
-INLINE vf load_weights(int kind, const char *data, int64_t at) {
-    if (kind == KIND_I8)
-        return vload_i8((const int8_t *)data + at);
-    if (kind == KIND_BF16)
-        return vload_bf16((const uint16_t *)data + at);
-    return vload((const float *)data + at);
+/* The 16 values of a panel's step; int8 codes come times CODE_UNIT. */
+INLINE void load_panel(int kind, const char *data, int64_t at, vf *low, vf *high) {
+    if (kind == KIND_I8) {
+        vload_codes((const int8_t *)data + at, low, high);
+    } else if (kind == KIND_BF16) {
+        *low = vload_bf16((const uint16_t *)data + at);
+        *high = vload_bf16((const uint16_t *)data + at + LANES);
+    } else {
+        *low = vload((const float *)data + at);
+        *high = vload((const float *)data + at + LANES);
+    }
 }
+
+INLINE int64_t bytes_of(int kind) { return kind == KIND_I8 ? 1 : kind == KIND_BF16 ? 2 : 4; }
 
 INLINE const float *row_of(Rows rows, int i) {
     return rows.base + (rows.index ? rows.index[i] : i) * rows.stride;
@@ -34,16 +41,19 @@ INLINE void tile(const int kind, const int num_rows, const int num_panels, const
             sum[r][v] = vset(0.0f);
     }
     for (int i = 0; i < k; i++) {
-        vf weights[MAX_PANELS * 2];
-#pragma GCC unroll 8
-        for (int v = 0; v < num_panels * 2; v++)
-            weights[v] = load_weights(kind, data, first + (v / 2) * panel_values + (int64_t)i * PANEL + (v % 2) * LANES);
+        /* One or two rows go over the weights faster than the processor foresees: ask for those of the next tile. */
+        if (num_rows <= 2)
+            __builtin_prefetch(data + bytes_of(kind) * (first + num_panels * (panel_values + (int64_t)i * PANEL)));
+#pragma GCC unroll 4
+        for (int p = 0; p < num_panels; p++) {
+            vf low, high;
+            load_panel(kind, data, first + p * panel_values + (int64_t)i * PANEL, &low, &high);
 #pragma GCC unroll 6
-        for (int r = 0; r < num_rows; r++) {
-            vf factor = vset(from[r][i]);
-#pragma GCC unroll 8
-            for (int v = 0; v < num_panels * 2; v++)
-                sum[r][v] = vfma(weights[v], factor, sum[r][v]);
+            for (int r = 0; r < num_rows; r++) {
+                vf factor = vset(from[r][i]);
+                sum[r][2 * p] = vfma(low, factor, sum[r][2 * p]);
+                sum[r][2 * p + 1] = vfma(high, factor, sum[r][2 * p + 1]);
+            }
         }
     }
     const int out = panel * PANEL;
@@ -52,7 +62,9 @@ INLINE void tile(const int kind, const int num_rows, const int num_panels, const
         float *to = (float *)row_of(y, row + r) + out;
 #pragma GCC unroll 8
         for (int v = 0; v < num_panels * 2; v++) {
-            vf value = kind == KIND_I8 ? sum[r][v] * vload(w->scale + out + v * LANES) : sum[r][v];
+            vf value = sum[r][v];
+            if (kind == KIND_I8)
+                value *= vload(w->scale + out + v * LANES) * vset(1.0f / CODE_UNIT);
             int left = w->n - out - v * LANES;
             if (left > 0)
                 vstore_n(to + v * LANES, value, left);
@@ -66,35 +78,40 @@ typedef void (*TileFn)(const Matrix *w, int panel, Rows x, Rows y, int row);
     static void tile_##KIND##_##ROWS##_##PANELS(const Matrix *w, int p, Rows x, Rows y, int r) { \
         tile(KIND, ROWS, PANELS, w, p, x, y, r);                                              \
     }
-#define TILES(KIND) TILE(KIND, 1, 4) TILE(KIND, 1, 1) TILE(KIND, 2, 2) TILE(KIND, 2, 1) TILE(KIND, 3, 2) \
+#define TILES(KIND) TILE(KIND, 1, 4) TILE(KIND, 1, 2) TILE(KIND, 1, 1) TILE(KIND, 2, 2) TILE(KIND, 2, 1) \
     TILE(KIND, 3, 1) TILE(KIND, 4, 1) TILE(KIND, 5, 1) TILE(KIND, 6, 1)
-#define ENTRIES(KIND) {{tile_##KIND##_1_4, tile_##KIND##_1_1}, {tile_##KIND##_2_2, tile_##KIND##_2_1}, \
-    {tile_##KIND##_3_2, tile_##KIND##_3_1}, {tile_##KIND##_4_1, tile_##KIND##_4_1},                     \
-    {tile_##KIND##_5_1, tile_##KIND##_5_1}, {tile_##KIND##_6_1, tile_##KIND##_6_1}}
+#define FORMS(KIND) {{tile_##KIND##_1_1, tile_##KIND##_1_2, tile_##KIND##_1_4}, {tile_##KIND##_2_1, tile_##KIND##_2_2}, \
+    {tile_##KIND##_3_1}, {tile_##KIND##_4_1}, {tile_##KIND##_5_1}, {tile_##KIND##_6_1}}
 
 TILES(KIND_F32) TILES(KIND_BF16) TILES(KIND_I8)
 
-/* By kind, rows and whether the wide form is wanted; WIDTH is the wide form's number of panels. */
-static const TileFn TABLE[3][MAX_TILE][2] = {ENTRIES(KIND_F32), ENTRIES(KIND_BF16), ENTRIES(KIND_I8)};
-static const int WIDTH[MAX_TILE] = {4, 2, 2, 1, 1, 1};
+/* By kind and rows: forms of 1, 2 and 4 panels, and how many of them there are. */
+static const TileFn TABLE[3][MAX_TILE][3] = {FORMS(KIND_F32), FORMS(KIND_BF16), FORMS(KIND_I8)};
+static const int NUM_FORMS[MAX_TILE] = {3, 2, 1, 1, 1, 1};
 
 static int num_panels_of(const Matrix *w) { return (w->n + PANEL - 1) / PANEL; }
+
+/* The widest form of a tile's height that fits into so many panels. */
+static int form_of(int height, int panels) {
+    int form = NUM_FORMS[height - 1] - 1;
+    while (1 << form > panels)
+        form--;
+    return form;
+}
 
 /* Panels [first, end) for all rows; tiles of equal height as far as possible. */
 static void multiply(const Matrix *w, Rows x, Rows y, int num_rows, int first, int end) {
     for (int group = 0; group < num_rows; group += GROUP_ROWS) {
         int rows = num_rows - group < GROUP_ROWS ? num_rows - group : GROUP_ROWS;
-        int num_tiles = (rows + MAX_TILE - 1) / MAX_TILE;
+        int num_tiles = (rows + MAX_TILE - 1) / MAX_TILE, highest = (rows + num_tiles - 1) / num_tiles;
         for (int panel = first; panel < end;) {
-            int width = WIDTH[(rows + num_tiles - 1) / num_tiles - 1];
-            int step = panel + width <= end ? width : 1;
+            int step = 1 << form_of(highest, end - panel);
             for (int t = 0, row = 0; t < num_tiles; t++) {
                 int height = (rows - row + (num_tiles - t) - 1) / (num_tiles - t);
-                const TileFn *forms = TABLE[w->kind][height - 1];
                 for (int p = 0; p < step;) {
-                    int wide = p + WIDTH[height - 1] <= step;
-                    forms[wide ? 0 : 1](w, panel + p, x, y, group + row);
-                    p += wide ? WIDTH[height - 1] : 1;
+                    int form = form_of(height, step - p);
+                    TABLE[w->kind][height - 1][form](w, panel + p, x, y, group + row);
+                    p += 1 << form;
                 }
                 row += height;
             }

@@ -104,6 +104,29 @@ INLINE vf vload_i8(const int8_t *p) {
 #endif
 }
 
+/* Sixteen codes times CODE_UNIT, which the row's scale takes back without rounding. A code in the top byte of an integer
+ * is one shuffle away; sign extension would take two. */
+#if defined(__AVX2__)
+#define CODE_UNIT 16777216.0f
+#else
+#define CODE_UNIT 1.0f
+#endif
+
+INLINE void vload_codes(const int8_t *p, vf *low, vf *high) {
+#if defined(__AVX2__)
+    const __m256i first = _mm256_setr_epi8(-1, -1, -1, 0, -1, -1, -1, 1, -1, -1, -1, 2, -1, -1, -1, 3,
+                                           -1, -1, -1, 4, -1, -1, -1, 5, -1, -1, -1, 6, -1, -1, -1, 7);
+    const __m256i second = _mm256_setr_epi8(-1, -1, -1, 8, -1, -1, -1, 9, -1, -1, -1, 10, -1, -1, -1, 11,
+                                            -1, -1, -1, 12, -1, -1, -1, 13, -1, -1, -1, 14, -1, -1, -1, 15);
+    __m256i codes = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)p));
+    *low = (vf)_mm256_cvtepi32_ps(_mm256_shuffle_epi8(codes, first));
+    *high = (vf)_mm256_cvtepi32_ps(_mm256_shuffle_epi8(codes, second));
+#else
+    *low = vload_i8(p);
+    *high = vload_i8(p + LANES);
+#endif
+}
+
 INLINE vf vload_bf16(const uint16_t *p) {
 #if defined(__AVX2__)
     __m128i half = _mm_loadu_si128((const __m128i *)p);
