@@ -17,9 +17,11 @@ from rich.console import Console
 
 from loadtest import workload
 from loadtest.config import Arrivals, Limits, Shape, Slo, Target, parse_duration, parse_slo
+from loadtest.driver import http_client
 from loadtest.faults import COUNTED
 from loadtest.processes import ProcessError, ServerProcesses
-from loadtest.report import print_tables, write_csv, write_html, write_json
+from loadtest.reachable import UnreachableError, check
+from loadtest.report import Run, print_tables, write_csv, write_html, write_json
 from loadtest.runner import Profile, Settings, execute, passed
 from loadtest.workload import Conversation, WorkloadError
 
@@ -134,7 +136,10 @@ def main(
 
     console = Console()
     # asyncio's own loop: the clock of uvloop counts whole milliseconds.
-    run = asyncio.run(execute(settings, console))
+    try:
+        run = asyncio.run(_run(settings, console))
+    except UnreachableError as error:
+        raise typer.BadParameter(str(error)) from error
     print_tables(run, console)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
@@ -143,6 +148,12 @@ def main(
         write_html(run, out / "report.html")
         console.print(f"written: {out}/report.json, requests.csv, report.html")
     raise typer.Exit(0 if passed(run, settings) else 1)
+
+
+async def _run(settings: Settings, console: Console) -> Run:
+    async with http_client(settings.target) as http:
+        await check(http, settings.target)
+    return await execute(settings, console)
 
 
 def _conversations(source: str, output_tokens: tuple[int, int]) -> tuple[Conversation, ...]:

@@ -34,7 +34,7 @@ class Pace:
 
 
 def build_app(pace: Pace) -> Starlette:
-    """Chat completions, streamed or whole, /health, and /served: [arrival, chunk, chunk, ...] of each stream.
+    """Chat completions, streamed or whole, /models, /health, and /served: [arrival, chunk, chunk, ...] of each stream.
 
     All times are of time.monotonic, which processes of one machine share.
     """
@@ -59,6 +59,9 @@ def build_app(pace: Pace) -> Starlette:
         choice = {"index": 0, "message": message, "finish_reason": "length"}
         return JSONResponse({"object": "chat.completion", "choices": [choice], "usage": usage})
 
+    async def models(request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [{"id": "default", "object": "model"}]})
+
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
@@ -68,6 +71,7 @@ def build_app(pace: Pace) -> Starlette:
     return Starlette(
         routes=[
             Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/v1/models", models),
             Route("/health", health),
             Route("/served", show_served),
         ]
