@@ -181,13 +181,26 @@ class LayerExperts:
         self._in_slot[expert] = slot
 
     def put_host(self, expert: int, gate_up: Tensor, down: Tensor) -> None:
-        """Copy an expert's weights to the host's memory, pinned beside a GPU."""
+        """Hold an expert's weights in the host's memory: where they lie if they can be used there, else in a copy.
+
+        Beside a GPU always a copy, pinned. A file that they lie in must stay as it is.
+        """
         pin = self._device.type == "cuda"
+        if not pin and self._can_stay(gate_up) and self._can_stay(down):
+            self._in_host[expert] = ExpertWeights(gate_up, down)
+            return
         blob = torch.empty(self._shape.num_elements, dtype=self._shape.dtype, pin_memory=pin)
         held = self._shape.views(blob)
         held.gate_up.copy_(gate_up)
         held.down.copy_(down)
         self._in_host[expert] = held
+
+    def _can_stay(self, weight: Tensor) -> bool:
+        """Whether a weight has the type and the place of one in a blob, and keeps no other memory alive."""
+        storage = weight.untyped_storage()
+        is_alone = storage.filename is not None or storage.nbytes() == weight.nbytes
+        is_placed = weight.is_contiguous() and weight.data_ptr() % ALIGN_BYTES == 0
+        return weight.dtype == self._shape.dtype and is_placed and is_alone
 
     def admit_first_come(self) -> None:
         """From now on an expert that is asked for takes a free slot, as long as there is one."""

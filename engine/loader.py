@@ -130,7 +130,6 @@ class ModelLoader:
                     in_slot = (number, expert) in split.in_slots
                     put = layer.put_slot if in_slot else layer.put_host
                     put(expert, *read(expert))
-                del read  # with it what it has read of a fused tensor
                 layer.admit_first_come()
         marks.reach(Step.FILL)
         if store is not None:
@@ -303,8 +302,8 @@ class ModelLoader:
         take = self._checkpoint.take
         fused = names.fused_experts(prefix, self._spec)
         if self._checkpoint.has(fused[0][0]):
-            gate_up, down = take(*fused[0]), take(*fused[1])
-            return lambda expert: (gate_up[expert], down[expert])
+            gate_up, down = (self._checkpoint.take_each(*part) for part in fused)
+            return lambda expert: (gate_up(expert), down(expert))
         gate_ups, downs = names.expert_parts(prefix, self._spec)
 
         def read(expert: int) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ Knows names and shapes, not layers and not files: values come from a TensorSourc
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from engine.errors import WeightMismatch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
 
     from engine.sources.base import RowCodes, StoredRows, TensorSource
@@ -79,6 +81,17 @@ class Checkpoint:
             )
         return _finite(name, tensor)
 
+    def take_each(self, name: str, shape: tuple[int, ...]) -> Callable[[int], Tensor]:
+        """A float tensor that is read index by index on the first axis, marked as used; else as `take`.
+
+        What is stored as floats is given where it lies.
+        """
+        self._check_shape(name, shape)
+        self._used.add(name)
+        if self.dtype(name) not in (*_FLOATS, torch.int8):
+            raise WeightMismatch(f"{name}: found {self.dtype(name)}, required floats")
+        return lambda index: _finite(name, self.source.rows(name, index, index + 1)[0])
+
     def take_codes(self, name: str, shape: tuple[int, ...]) -> RowCodes | None:
         """Codes and row scales of an int8 tensor, marked as used; None, and not marked, if it is stored otherwise.
 
@@ -130,6 +143,7 @@ class Checkpoint:
 
 def _finite(name: str, tensor: Tensor) -> Tensor:
     """One value that is not a number spoils every logit, and shows only once somebody asks."""
-    if not bool(torch.isfinite(tensor).all()):
+    # NaN becomes both bounds. Nothing of the tensor's size is made for it, and it runs at the speed of memory.
+    if tensor.numel() and not all(map(math.isfinite, map(float, tensor.aminmax()))):
         raise WeightMismatch(f"{name}: found values that are not finite, required finite ones")
     return tensor

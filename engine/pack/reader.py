@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.errors import WeightMismatch
-from engine.geometry import DRAFT, DRAFT_PREFIX, model_tensors
+from engine.geometry import DRAFT, DRAFT_PREFIX, TRUNK_PREFIX, model_tensors
 from engine.pack import draft, experts
 from engine.pack.index import INDEX_FILE, PackFile, PackIndex, parse_index
 from engine.pack.stored import ExpertPart, stored_tensor
+from engine.sources import ggml_types as types
 from engine.sources.ggml_names import Form, NameMap, Place
 from engine.sources.ggml_source import GgmlSource
 from engine.sources.mapped import BlockTensor, MappedFile, StoredTensor
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from engine.sources.gguf_files import GgufFiles
 
 _PARTS = ("gate", "up", "down")
+_GATE_UP, _DOWN = "experts.gate_up", "experts.down"
+_DRAFT_EXPERTS = f"{DRAFT_PREFIX}layers.0.mlp.experts."
 
 
 def is_pack(path: Path) -> bool:
@@ -46,12 +49,16 @@ def open_pack(
             f"{directory}: found a pack that holds every tensor itself, required no --native beside it"
         )
     tensors: dict[str, StoredTensor] = dict(_dense(directory, index, native))
-    if table.is_in_pack:
-        tensors |= _experts(directory, spec, table)
-    else:
-        tensors |= _native_experts(table, native)
     trunk = dataclasses.replace(spec, num_draft_layers=0)
     places = NameMap(trunk).places()
+    if table.is_in_pack:
+        tensors |= _experts(directory, spec, table)
+        for row in table.layers:
+            if is_fused((row.gate_up, row.down)):
+                prefix = f"{TRUNK_PREFIX}layers.{row.layer}.mlp.experts."
+                places |= _fused_places(spec, prefix, f"blk.{row.layer}.")
+    else:
+        tensors |= _native_experts(table, native)
     folder = directory / draft.DRAFT_DIRECTORY
     if with_draft and spec.num_draft_layers and folder.is_dir():
         drafted = _Draft(folder, spec)
@@ -170,22 +177,49 @@ def _blob_parts(
 ) -> dict[str, StoredTensor]:
     """Gate, up and down of a layer whose blobs begin at `offset`."""
     gate_up, down = kinds
-    shape = experts.ExpertShape(hidden=spec.hidden, width=spec.moe.expert_dim)
+    count, width, hidden = spec.moe.num_experts, spec.moe.expert_dim, spec.hidden
+    shape = experts.ExpertShape(hidden=hidden, width=width)
     part, stride = shape.gate_bytes(gate_up), shape.blob_bytes(gate_up, down)
-    tensors: dict[str, StoredTensor] = {}
-    for number, name in enumerate(_PARTS):
-        is_down = name == "down"
-        matrix = (spec.hidden, spec.moe.expert_dim)
-        rows, columns = matrix if is_down else matrix[::-1]
-        tensors[f"{block}ffn_{name}_exps.weight"] = ExpertPart(
-            name=f"{block}ffn_{name}_exps.weight",
-            kind=down if is_down else gate_up,
-            shape=(spec.moe.num_experts, rows, columns),
+    gate, up, last = (f"{block}ffn_{name}_exps.weight" for name in _PARTS)
+    matrices = {
+        gate: (gate_up, 0, width, hidden),
+        up: (gate_up, part, width, hidden),
+        last: (down, 2 * part, hidden, width),
+    }
+    if is_fused(kinds):
+        # Rows of floats: those of up follow those of gate, so both are one matrix where they lie.
+        matrices = {
+            block + _GATE_UP: (gate_up, 0, 2 * width, hidden),
+            block + _DOWN: (down, 2 * part, hidden, width),
+        }
+    return {
+        name: ExpertPart(
+            name=name,
+            kind=kind,
+            shape=(count, rows, columns),
             file=file,
-            offset=offset + number * part,
+            offset=offset + at,
             stride=stride,
         )
-    return tensors
+        for name, (kind, at, rows, columns) in matrices.items()
+    }
+
+
+def is_fused(kinds: tuple[GgmlType, GgmlType]) -> bool:
+    """Whether gate and up of these types, and down, are given as two tensors a layer instead of three an expert.
+
+    Only floats: of anything else a tensor of a whole layer would be dequantised at once.
+    """
+    return all(kind in (types.F32, types.F16, types.BF16) for kind in kinds)
+
+
+def _fused_places(spec: ModelSpec, prefix: str, block: str) -> dict[str, Place]:
+    """The checkpoint's two tensors of all experts of a layer."""
+    count, width, hidden = spec.moe.num_experts, spec.moe.expert_dim, spec.hidden
+    return {
+        f"{prefix}gate_up_proj": Place(name=block + _GATE_UP, shape=(count, 2 * width, hidden)),
+        f"{prefix}down_proj": Place(name=block + _DOWN, shape=(count, hidden, width)),
+    }
 
 
 class _Draft:
@@ -211,6 +245,10 @@ class _Draft:
         file = MappedFile(folder / draft.EXPERTS_FILE)
         self.tensors |= _blob_parts(spec, file, block, kinds, 0)
         self.places = dict(self._places(spec, block))
+        if is_fused(kinds):
+            self.places |= _fused_places(spec, _DRAFT_EXPERTS, block)
+        else:
+            self.places |= self._expert_places(spec, block)
 
     def _places(self, spec: ModelSpec, block: str) -> Iterator[tuple[str, Place]]:
         for fact in model_tensors(spec):
@@ -218,13 +256,16 @@ class _Draft:
                 short = draft.short_name(fact.name)
                 form = Form.NORM if _is_norm(short) else Form.PLAIN
                 yield fact.name, Place(name=block + short, shape=fact.shape, form=form)
-        for expert in range(spec.moe.num_experts):
-            for part in _PARTS:
-                name = f"{block}ffn_{part}_exps.weight"
-                yield (
-                    f"{DRAFT_PREFIX}layers.0.mlp.experts.{expert}.{part}_proj.weight",
-                    Place(name=name, shape=self.tensors[name].shape[1:], expert=expert),
-                )
+
+    def _expert_places(self, spec: ModelSpec, block: str) -> dict[str, Place]:
+        names = {part: f"{block}ffn_{part}_exps.weight" for part in _PARTS}
+        return {
+            f"{_DRAFT_EXPERTS}{expert}.{part}_proj.weight": Place(
+                name=name, shape=self.tensors[name].shape[1:], expert=expert
+            )
+            for expert in range(spec.moe.num_experts)
+            for part, name in names.items()
+        }
 
 
 def _is_norm(name: str) -> bool:

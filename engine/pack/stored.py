@@ -144,9 +144,24 @@ class ExpertPart:
 
     def values(self, start: int, stop: int) -> Tensor:
         shape = self.shape[1:]
+        if stop - start == 1:
+            # Where it lies, if it is stored as floats, and without keeping the next one's bytes.
+            return dequantize(self.kind, self.raw(start), shape, self.name).unsqueeze(0)
+        is_float = self.kind in (types.F32, types.F16, types.BF16)
+        if is_float and self.stride % self.kind.block_bytes == 0:
+            return self._strided(start, stop)
         return torch.stack(
             [dequantize(self.kind, self.raw(e), shape, self.name) for e in range(start, stop)]
         )
+
+    def _strided(self, start: int, stop: int) -> Tensor:
+        """Floats of several experts where they lie, a blob apart."""
+        rows, columns = self.shape[1:]
+        size = self.kind.block_bytes
+        num_bytes = (stop - start - 1) * self.stride + rows * columns * size
+        data = self.file.bytes(self.offset + start * self.stride, num_bytes, self.name)
+        flat = dequantize(self.kind, data, (num_bytes // size,), self.name)
+        return flat.as_strided((stop - start, rows, columns), (self.stride // size, columns, 1))
 
     def codes(self, start: int, stop: int) -> RowCodes | None:
         if self.kind is not types.I8_ROW:

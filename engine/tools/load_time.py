@@ -1,6 +1,6 @@
 """Seconds and peak memory of loading one model's weights, in a process that does nothing else.
 
-    python -m engine.tools.load_time MODEL [--dtype bfloat16]
+    python -m engine.tools.load_time MODEL [--dtype bfloat16] [--expert-cache N]
 
 Prints one JSON line. `loadtest.load_bench` compares the forms of a model with it.
 """
@@ -12,6 +12,7 @@ import json
 import resource
 import sys
 import time
+from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.engine import load_engine
@@ -19,20 +20,37 @@ from engine.engine import load_engine
 _MAX_CONTEXT = 256
 
 
-def load_time(model: str, dtype: str) -> dict[str, float | int]:
+def load_time(model: str, dtype: str, expert_cache: int | None) -> dict[str, float | int]:
     """Load onto the CPU as a server does, with one slot and a short context beside the weights."""
     config = EngineConfig(
-        model=model, device="cpu", dtype=dtype, threads=1, num_slots=1, max_context=_MAX_CONTEXT
+        model=model,
+        device="cpu",
+        dtype=dtype,
+        threads=1,
+        num_slots=1,
+        max_context=_MAX_CONTEXT,
+        expert_cache=expert_cache,
     )
-    before = _peak_bytes()
+    before, own_before = _peak_bytes(), _own_bytes()
     began, cpu_began = time.perf_counter(), time.process_time()
-    load_engine(config)
-    return {
+    engine = load_engine(config)
+    found = {
         "wall_s": round(time.perf_counter() - began, 3),
         "cpu_s": round(time.process_time() - cpu_began, 3),
-        "peak_rss_bytes": _peak_bytes(),
-        "rss_before_bytes": before,
+        "peak_bytes": _peak_bytes() - before,
+        "own_bytes": _own_bytes() - own_before,
     }
+    engine.close()
+    return found
+
+
+def _own_bytes() -> int:
+    """Memory that no file backs: what the kernel cannot take back by forgetting pages. 0 where it does not tell."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return 0
+    return next((int(x.split()[1]) * 1024 for x in lines if x.startswith("RssAnon:")), 0)
 
 
 def _peak_bytes() -> int:
@@ -44,8 +62,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="engine.tools.load_time")
     parser.add_argument("model")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--expert-cache", type=int)
     arguments = parser.parse_args()
-    sys.stdout.write(json.dumps(load_time(arguments.model, arguments.dtype)) + "\n")
+    found = load_time(arguments.model, arguments.dtype, arguments.expert_cache)
+    sys.stdout.write(json.dumps(found) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,12 @@ import torch
 from engine.config import EngineConfig, model_path
 from engine.engine import load_engine
 from engine.interface import SamplingParams
-from engine.sources.base import TensorSource
 from engine.sources.gguf_writer import write_gguf
 from engine.sources.opening import open_source, read_spec
 from engine.tools.pack import pack
 from tests.oracle.driver import Job, generate
 from tests.oracle.tiny import GRID, make_checkpoint, text
+from tests.whole_source import whole
 
 FORMS = ("gguf", "shards", "pack", "pack of gguf")
 SEEDED = SamplingParams(temperature=1.0, seed=7)
@@ -49,37 +48,6 @@ def form(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module", params=sorted(GRID))
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("tiny"), request.param)
-
-
-def expert_parts(source: TensorSource, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """A tensor, or one for each expert and shard, under the names that every form has."""
-    values = source.get(name)
-    prefix = name.rpartition(".")[0]
-    if name.endswith("gate_up_proj"):
-        width = values.shape[1] // 2
-        for expert, one in enumerate(values):
-            yield f"{prefix}.{expert}.gate_proj.weight", one[:width]
-            yield f"{prefix}.{expert}.up_proj.weight", one[width:]
-    elif name.endswith("experts.down_proj"):
-        yield from ((f"{prefix}.{e}.down_proj.weight", one) for e, one in enumerate(values))
-    else:
-        yield name, values
-
-
-def whole(source: TensorSource) -> dict[str, torch.Tensor]:
-    """Every float tensor: experts one by one, table shards joined."""
-    tensors: dict[str, torch.Tensor] = {}
-    for name in sorted(source.names()):
-        if source.get(name).dtype != torch.int64:
-            tensors |= dict(expert_parts(source, name))
-    shards = sorted(
-        (n for n in tensors if ".shard_" in n),
-        key=lambda n: int(n.split("shard_")[1].split(".")[0]),
-    )
-    if shards:
-        table = torch.cat([tensors.pop(n) for n in shards])
-        tensors[shards[0].split("shard_")[0] + "weight"] = table
-    return tensors
 
 
 def test_weights_are_the_same_to_the_bit(form: str, tiny: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from engine.engine import TorchEngine, load_engine
 from engine.errors import ExpertsNotReady, PlanRefused, ProfileMismatch
 from engine.expert_profile import ExpertProfile, profile_of_counts, write_profile
 from engine.startup_budget import slots_per_layer
+from engine.tools.pack import pack
 from tests.oracle.conftest import Models
 from tests.oracle.driver import Job, generate_alone
 from tests.random_weights import SMALL, write_checkpoint
@@ -128,6 +129,36 @@ def test_a_start_with_tiers_gives_the_same_tokens(
     assert one.planned_bytes == one.actual_bytes == num_slots * blob
     in_host = NUM_PAIRS - num_slots if with_profile else NUM_PAIRS
     assert two.planned_bytes == two.actual_bytes == in_host * blob
+
+
+def test_experts_of_a_pack_stay_where_they_lie(
+    checkpoint: Path, engines: list[TorchEngine], tmp_path: Path
+) -> None:
+    """Tier two is the mapped file: no copy, and the bits of every cache size are those of copies."""
+    directory = tmp_path / "pack"
+    pack(str(checkpoint), directory)
+    copied = load_engine(config(checkpoint, expert_cache=NUM_PAIRS, dtype="bfloat16"))
+    mapped = load_engine(config(directory, expert_cache=0, dtype="bfloat16"))
+    engines += [copied, mapped]
+    assert mapped.experts is not None
+    homes = [layer.find(e) for layer in mapped.experts.layers for e in range(5)]
+    assert all(is_mapped(directory / "experts.bin", home.down) for home in homes)
+    assert all(is_mapped(directory / "experts.bin", home.gate_up) for home in homes)
+    expected = outcome(copied)
+    assert same(outcome(mapped), expected)
+    for num_slots in (1, 7, NUM_PAIRS):
+        refill(mapped, profile_of_counts([list(range(5))] * 4), num_slots)
+        assert same(outcome(mapped), expected), num_slots
+
+
+def is_mapped(file: Path, tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies in this process's mapping of a file."""
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
+        if line.endswith(str(file)):
+            first, last = (int(address, 16) for address in line.split()[0].split("-"))
+            if first <= tensor.data_ptr() < last:
+                return True
+    return False
 
 
 @pytest.mark.parametrize("name", ["gqa3_gdn2", "gdn_wide_values"])

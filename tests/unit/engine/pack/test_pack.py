@@ -26,6 +26,7 @@ from engine.sources.opening import open_source, read_spec
 from engine.tools.__main__ import app
 from engine.tools.pack import pack
 from engine.weights import Checkpoint
+from tests.whole_source import whole
 
 
 def silent(_name: str, _done: int, _total: int) -> None:
@@ -51,12 +52,10 @@ def copied(directory: Path, target: Path) -> Path:
 
 
 def assert_same(expected: TensorSource, found: TensorSource) -> None:
-    constants = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")
-    names = {name for name in expected.names() if not name.endswith(constants)}
-    assert set(found.names()) == names
-    for name in names:
-        assert torch.equal(found.get(name), expected.get(name)), name
-        assert found.shape(name) == expected.shape(name)
+    wanted, given = whole(expected), whole(found)
+    assert set(given) == set(wanted)
+    for name, values in wanted.items():
+        assert torch.equal(given[name], values), name
 
 
 def assert_same_table(*models: Path) -> None:
