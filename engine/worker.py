@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import logging
 import signal
 import socket
@@ -103,6 +104,8 @@ def build_engine(config: EngineConfig, scripted: FakeScript | None) -> Engine:
         return FakeEngine(scripted)
     from engine.engine import load_engine
 
+    # What was imported stays: the walks over live tensors while the model loads need not look at it.
+    gc.freeze()
     return load_engine(config, rehearse=True)
 
 

@@ -11,7 +11,7 @@ from engine.errors import WeightMismatch
 from engine.geometry import DRAFT, DRAFT_PREFIX, TRUNK_PREFIX, model_tensors
 from engine.pack import draft, experts
 from engine.pack.index import INDEX_FILE, PackFile, PackIndex, parse_index
-from engine.pack.stored import ExpertPart, stored_tensor
+from engine.pack.stored import ExpertPart, GateUpPart, stored_tensor
 from engine.sources import ggml_types as types
 from engine.sources.ggml_names import Form, NameMap, Place
 from engine.sources.ggml_source import GgmlSource
@@ -180,37 +180,36 @@ def _blob_parts(
     count, width, hidden = spec.moe.num_experts, spec.moe.expert_dim, spec.hidden
     shape = experts.ExpertShape(hidden=hidden, width=width)
     part, stride = shape.gate_bytes(gate_up), shape.blob_bytes(gate_up, down)
-    gate, up, last = (f"{block}ffn_{name}_exps.weight" for name in _PARTS)
-    matrices = {
-        gate: (gate_up, 0, width, hidden),
-        up: (gate_up, part, width, hidden),
-        last: (down, 2 * part, hidden, width),
-    }
-    if is_fused(kinds):
-        # Rows of floats: those of up follow those of gate, so both are one matrix where they lie.
-        matrices = {
-            block + _GATE_UP: (gate_up, 0, 2 * width, hidden),
-            block + _DOWN: (down, 2 * part, hidden, width),
-        }
-    return {
-        name: ExpertPart(
-            name=name,
+
+    def matrix(name: str, kind: GgmlType, at: int, rows: int, columns: int) -> ExpertPart:
+        return ExpertPart(
+            name=block + name,
             kind=kind,
             shape=(count, rows, columns),
             file=file,
             offset=offset + at,
             stride=stride,
         )
-        for name, (kind, at, rows, columns) in matrices.items()
-    }
+
+    gate = matrix("ffn_gate_exps.weight", gate_up, 0, width, hidden)
+    up = matrix("ffn_up_exps.weight", gate_up, part, width, hidden)
+    last = matrix("ffn_down_exps.weight", down, 2 * part, hidden, width)
+    if not is_fused(kinds):
+        return {one.name: one for one in (gate, up, last)}
+    if gate_up is types.I8_ROW:
+        return {block + _GATE_UP: GateUpPart(gate=gate, up=up), block + _DOWN: last}
+    # Rows of floats: those of up follow those of gate, so both are one matrix where they lie.
+    both = matrix(_GATE_UP, gate_up, 0, 2 * width, hidden)
+    return {both.name: both, block + _DOWN: last}
 
 
 def is_fused(kinds: tuple[GgmlType, GgmlType]) -> bool:
     """Whether gate and up of these types, and down, are given as two tensors a layer instead of three an expert.
 
-    Only floats: of anything else a tensor of a whole layer would be dequantised at once.
+    Floats and int8 rows, which can be used as they lie: of GGML blocks a whole layer would be dequantised at once.
     """
-    return all(kind in (types.F32, types.F16, types.BF16) for kind in kinds)
+    is_float = all(kind in (types.F32, types.F16, types.BF16) for kind in kinds)
+    return is_float or all(kind is types.I8_ROW for kind in kinds)
 
 
 def _fused_places(spec: ModelSpec, prefix: str, block: str) -> dict[str, Place]:

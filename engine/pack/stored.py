@@ -13,7 +13,7 @@ from engine.errors import WeightMismatch
 from engine.pack.index import PLANE_TYPES, IndexRow, Kind
 from engine.sources import ggml_types as types
 from engine.sources.base import RowCodes, StoredForm, StoredRows
-from engine.sources.ggml_quants import dequantize, from_scaled, split_rows
+from engine.sources.ggml_quants import dequantize, from_scaled
 from engine.sources.mapped import BlockTensor, MappedFile, StoredTensor, code_rows
 
 if TYPE_CHECKING:
@@ -166,11 +166,13 @@ class ExpertPart:
     def codes(self, start: int, stop: int) -> RowCodes | None:
         if self.kind is not types.I8_ROW:
             return None
-        parts = [split_rows(self.raw(expert), self.shape[1:]) for expert in range(start, stop)]
-        if len(parts) == 1:
-            # A view: nothing of a blob is copied until somebody needs to.
-            return RowCodes(parts[0][0].unsqueeze(0), parts[0][1].unsqueeze(0))
-        return RowCodes(torch.stack([c for c, _ in parts]), torch.stack([s for _, s in parts]))
+        rows, columns = self.shape[1:]
+        num_bytes = (stop - start - 1) * self.stride + self.kind.num_bytes((rows, columns))
+        data = self.file.bytes(self.offset + start * self.stride, num_bytes, self.name)
+        # Where they lie: nothing of a blob is copied until somebody needs to.
+        codes = data.as_strided((stop - start, rows, columns), (self.stride, columns, 1))
+        scales = data.as_strided((stop - start, 4 * rows), (self.stride, 1), rows * columns)
+        return RowCodes(codes.view(torch.int8), scales.contiguous().view(torch.float32))
 
     def stored_rows(self) -> StoredRows | None:
         return None
@@ -179,3 +181,35 @@ class ExpertPart:
         """Stored bytes of one expert's part."""
         num_bytes = self.kind.num_bytes(self.shape[1:])
         return self.file.bytes(self.offset + expert * self.stride, num_bytes, self.name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateUpPart:
+    """Gate and up of all experts of a layer as one tensor, of parts that do not lie in one piece."""
+
+    gate: ExpertPart
+    up: ExpertPart
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[experts, rows of both, columns]."""
+        count, rows, columns = self.gate.shape
+        return (count, 2 * rows, columns)
+
+    @property
+    def form(self) -> StoredForm:
+        return StoredForm(self.gate.kind.name, self.gate.form.num_bytes + self.up.form.num_bytes)
+
+    def values(self, start: int, stop: int) -> Tensor:
+        return torch.cat((self.gate.values(start, stop), self.up.values(start, stop)), dim=1)
+
+    def codes(self, start: int, stop: int) -> RowCodes | None:
+        gate, up = self.gate.codes(start, stop), self.up.codes(start, stop)
+        if gate is None or up is None:
+            return None
+        return RowCodes(
+            torch.cat((gate.codes, up.codes), dim=1), torch.cat((gate.scales, up.scales), dim=1)
+        )
+
+    def stored_rows(self) -> StoredRows | None:
+        return None

@@ -8,6 +8,7 @@ Prints one JSON line. `loadtest.load_bench` compares the forms of a model with i
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import resource
 import sys
@@ -31,6 +32,7 @@ def load_time(model: str, dtype: str, expert_cache: int | None) -> dict[str, flo
         max_context=_MAX_CONTEXT,
         expert_cache=expert_cache,
     )
+    gc.freeze()
     before, own_before = _peak_bytes(), _own_bytes()
     began, cpu_began = time.perf_counter(), time.process_time()
     engine = load_engine(config)
@@ -50,7 +52,7 @@ def _own_bytes() -> int:
         lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     except OSError:
         return 0
-    return next((int(x.split()[1]) * 1024 for x in lines if x.startswith("RssAnon:")), 0)
+    return sum(int(x.split()[1]) * 1024 for x in lines if x.startswith(("RssAnon:", "RssShmem:")))
 
 
 def _peak_bytes() -> int:

@@ -133,12 +133,13 @@ def test_int8_codes_come_through_a_pack(default_pack: Path) -> None:
         assert torch.equal(codes.codes, held.codes)
         assert torch.equal(codes.scales, held.scales)
     for prefix in ("model.layers.3.mlp.experts.", "mtp.layers.0.mlp.experts."):
-        fused = expected.codes(f"{prefix}gate_up_proj")
-        one = found.codes(f"{prefix}5.up_proj.weight")
-        assert fused is not None
-        assert one is not None
-        assert torch.equal(fused.codes[5, 40:], one.codes)
-        assert torch.equal(fused.scales[5, 40:], one.scales)
+        for name in ("gate_up_proj", "down_proj"):
+            codes, held = expected.codes(prefix + name), found.codes(prefix + name)
+            assert codes is not None
+            assert held is not None
+            assert torch.equal(codes.codes, held.codes)
+            assert torch.equal(codes.scales, held.scales)
+            assert torch.equal(expected.rows(prefix + name, 5, 6), found.rows(prefix + name, 5, 6))
     assert found.codes("model.layers.0.linear_attn.A_log") is None
 
 
