@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+import time
 from collections.abc import Callable, Collection, Container, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -85,6 +86,8 @@ class FakeScript:
     """Per window with decode steps."""
     row_s: float = 0.0
     """Per verified row."""
+    tick_s: float = 0.0
+    """Windows with decode steps end at multiples of it on the monotonic clock, which clients can read as well."""
     load_s: float = 0.0
     load_error: str | None = None
     """Loading fails with a ModelLoadError that says this."""
@@ -162,6 +165,8 @@ class FakeEngine:
         produced = (*self._read(plan.chunks), *self._decode(plan.decodes))
         times = self._times(plan, produced)
         self._closed.wait(times.prefill_s + times.draft_s + times.verify_s)
+        if plan.decodes and (tick_s := self._script.tick_s):
+            self._closed.wait(tick_s - time.monotonic() % tick_s)
         return WindowResult(
             tokens=tuple(tokens for tokens in produced if tokens.slot not in broken),
             failures=tuple(self._break(t.slot) for t in produced if t.slot in broken),

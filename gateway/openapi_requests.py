@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gateway.chat_messages import ROLES, TEXT_PARTS
@@ -85,7 +85,10 @@ class _Requests:
             "ChatRequest": self._chat(),
             "CompletionRequest": self._completion(),
             "MessageRequest": self._message({"max_tokens": integer(1, self.limit)}),
-            "CountRequest": self._message({}),
+            # Counting asks neither the vocabulary nor the context what they allow.
+            "CountRequest": replace(
+                self, token_id=integer(0, MAX_TOKENS), limit=MAX_TOKENS
+            )._message({}),
             "ResponseRequest": self._response(),
             "TokenizeRequest": self._tokenize(),
             "DetokenizeRequest": struct(

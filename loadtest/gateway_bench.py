@@ -2,10 +2,12 @@
 
     python -m loadtest.gateway_bench [--streams 64] [--chunks 1000] [--rounds 3]
 
-Server, app and client are processes of their own; only HTTP passes between them. Two figures: chunks a second when
-both send as fast as they can, and how much later than the app's the gateway's slowest chunks come when both are given
-one chunk per stream every --period-ms. Counted is the time in which every stream runs: between the first chunk of the
-last one to begin and the last chunk of the first one to end. Processor seconds a chunk say what a busy machine hides.
+Servers and client are processes of their own; only HTTP passes between them. Two figures. Chunks a second when both
+send as fast as they can, counted while every stream runs: between the first chunk of the last one to begin and the
+last chunk of the first one to end; processor seconds a chunk say what a busy machine hides. And the delay of chunks
+when all streams are given one at once every --period-ms: engine and app do so at multiples of the period on the clock
+that the client reads too, so how far behind a multiple a chunk arrives is how long it took from having to being
+received. What the gateway adds is the difference of the two.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,12 +40,12 @@ from engine.fake import FakeScript
 from gateway.config import ServeOptions, load_config
 from gateway.server import run_server
 config = load_config(ServeOptions(port={port}, batch=64, log_level="warning"))
-script = FakeScript(num_slots={streams}, max_context=65536, decode_s={period_s}, output_ids=(300, 301, 302, 303))
+script = FakeScript(num_slots={streams}, max_context=65536, tick_s={period_s}, output_ids=(300, 301, 302, 303))
 config = replace(config, scheduler=replace(config.scheduler, scripted=script))
 sys.exit(run_server(config, "bench"))
 """
 _BARE = """
-import asyncio, time
+import asyncio, threading, time
 from pathlib import Path
 import uvicorn
 from starlette.applications import Starlette
@@ -51,11 +53,27 @@ from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 frames = Path({frames!r}).read_bytes().split(b"\\n\\n")[:-1]
 frames = [frame + b"\\n\\n" for frame in frames]
+period_s = {period_s}
+tick = None
+def ticks(loop):
+    while True:
+        time.sleep(period_s - time.monotonic() % period_s)
+        loop.call_soon_threadsafe(fire)
+def fire():
+    global tick
+    tick.set_result(None)
+    tick = asyncio.get_running_loop().create_future()
 async def send():
-    due_s = time.monotonic()
+    global tick
+    if period_s and tick is None:
+        loop = asyncio.get_running_loop()
+        tick = loop.create_future()
+        threading.Thread(target=ticks, args=(loop,), daemon=True).start()
     for frame in frames:
-        due_s += {period_s}
-        await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+        if tick is None:
+            await asyncio.sleep(0)
+        else:
+            await asyncio.shield(tick)
         yield frame
 async def stream(request):
     await request.body()
@@ -134,8 +152,11 @@ class Round:
     server_us: float
     """Processor microseconds a chunk."""
     client_us: float
-    p50_gap_ms: float
-    p99_gap_ms: float
+    p50_delay_ms: float
+    """Of chunks behind the tick that they belong to; 0 without ticks."""
+    p99_delay_ms: float
+    missed: float
+    """Ticks, of all streams, that brought no chunk."""
 
 
 def request_of(port: int, num_tokens: int) -> bytes:
@@ -182,25 +203,29 @@ def frames_of(raw: bytes) -> bytes:
     return frames
 
 
-def measured(streams: list[Stream], watch: Watch) -> Round:
+def measured(streams: list[Stream], watch: Watch, period_s: float) -> Round:
     begin_s, end_s = watch.begin_s, watch.end_s
     count = sum(begin_s < at_s <= end_s for stream in streams for at_s in stream.times_s)
     if not count:
         raise SystemExit("the streams did not run at the same time: ask for more chunks")
     server_s, client_s = watch.cpu_s
-    gaps = [
-        (after - before) * 1e3
-        for stream in streams
-        for before, after in zip(stream.times_s[2:-2], stream.times_s[3:-2], strict=False)
-    ]
-    cuts = statistics.quantiles(gaps, n=100)
+    # The first and last chunks are of requests that begin and end.
+    times = [stream.times_s[2:-2] for stream in streams]
+    delays = [at_s % period_s * 1e3 for one in times for at_s in one] if period_s else [0.0, 0.0]
+    cuts = statistics.quantiles(delays, n=100)
     return Round(
         chunks_per_s=count / (end_s - begin_s),
         server_us=server_s / count * 1e6,
         client_us=client_s / count * 1e6,
-        p50_gap_ms=cuts[49],
-        p99_gap_ms=cuts[98],
+        p50_delay_ms=cuts[49],
+        p99_delay_ms=cuts[98],
+        missed=sum(_missed(one, period_s) for one in times) if period_s else 0,
     )
+
+
+def _missed(times_s: list[float], period_s: float) -> int:
+    ticks = [int(at_s / period_s) for at_s in times_s]
+    return ticks[-1] - ticks[0] + 1 - len(set(ticks))
 
 
 @contextmanager
@@ -248,27 +273,35 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def one_round(code: str, port: int, streams: int, chunks: int) -> Round:
-    with server(code, port) as pid:
-        asyncio.run(run_streams(port, Watch(pid, streams), streams, 20))
-        watch = Watch(pid, streams)
-        return measured(asyncio.run(run_streams(port, watch, streams, chunks)), watch)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """A running server and how it was told to send."""
+
+    pid: int
+    port: int
+    period_s: float
+
+    def round(self, streams: int, chunks: int) -> Round:
+        watch = Watch(self.pid, streams)
+        done = asyncio.run(run_streams(self.port, watch, streams, chunks))
+        return measured(done, watch, self.period_s)
 
 
 def compare(
-    streams: int, chunks: int, period_s: float, rounds: int, frames: Path
+    stack: ExitStack, streams: int, chunks: int, period_s: float, rounds: int, frames: Path
 ) -> tuple[list[Round], list[Round]]:
-    """Rounds of (gateway, bare app), taking turns."""
-    ours: list[Round] = []
-    bare: list[Round] = []
-    for _ in range(rounds):
+    """Rounds of (gateway, bare app), taking turns; both stay until the stack is left."""
+    servers: list[Server] = []
+    for code in (_GATEWAY, _BARE):
         port = free_port()
-        code = _GATEWAY.format(port=port, streams=streams, period_s=period_s)
-        ours.append(one_round(code, port, streams, chunks))
-        port = free_port()
-        code = _BARE.format(port=port, frames=str(frames), period_s=period_s)
-        bare.append(one_round(code, port, streams, chunks))
-    return ours, bare
+        code = code.format(port=port, streams=streams, period_s=period_s, frames=str(frames))
+        pid = stack.enter_context(server(code, port))
+        servers.append(Server(pid=pid, port=port, period_s=period_s))
+        asyncio.run(run_streams(port, Watch(pid, streams), streams, 20))
+    ours, bare = zip(
+        *([one.round(streams, chunks) for one in servers] for _ in range(rounds)), strict=True
+    )
+    return list(ours), list(bare)
 
 
 def median(rounds: list[Round]) -> Round:
@@ -294,20 +327,23 @@ def main() -> None:
     parser.add_argument("--period-ms", type=float, default=40.0)
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
+    period_s = given.period_ms / 1e3
+    # Paced streams take long: fewer chunks are enough for their delays.
+    num_paced = given.chunks // 5
     with tempfile.TemporaryDirectory() as directory:
         frames = Path(directory) / "frames"
         record(given.chunks, frames)
-        fast = compare(given.streams, given.chunks, 0.0, given.rounds, frames)
-        # Paced streams take long: a fifth of the chunks is enough for the gaps.
-        record(given.chunks // 5, frames)
-        paced = compare(
-            given.streams, given.chunks // 5, given.period_ms / 1e3, given.rounds, frames
-        )
+        with ExitStack() as stack:
+            fast = compare(stack, given.streams, given.chunks, 0.0, given.rounds, frames)
+        record(num_paced, frames)
+        with ExitStack() as stack:
+            paced = compare(stack, given.streams, num_paced, period_s, given.rounds, frames)
     when = datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes")
     load = " ".join(f"{value:.1f}" for value in os.getloadavg())
     gateway, bare = median(fast[0]), median(fast[1])
     ratios = sorted(a.chunks_per_s / b.chunks_per_s for a, b in zip(*fast, strict=True))
     paced_gateway, paced_bare = median(paced[0]), median(paced[1])
+    added = sorted(a.p99_delay_ms - b.p99_delay_ms for a, b in zip(*paced, strict=True))
     lines = [
         f"{when}, {os.cpu_count()} cores, {platform.machine()}, load average {load}",
         f"{given.streams} streams of {given.chunks} chunks, {given.rounds} rounds, medians",
@@ -315,9 +351,10 @@ def main() -> None:
         f"{statistics.median(ratios):.2f}x (rounds {ratios[0]:.2f} to {ratios[-1]:.2f})",
         f"processor us a chunk: gateway {gateway.server_us:.1f}, bare {bare.server_us:.1f}: "
         f"{bare.server_us / gateway.server_us:.2f}x; of the client {gateway.client_us:.1f} and {bare.client_us:.1f}",
-        f"every {given.period_ms:g} ms: p50 gap {paced_gateway.p50_gap_ms:.1f} against "
-        f"{paced_bare.p50_gap_ms:.1f} ms, p99 gap {paced_gateway.p99_gap_ms:.1f} against "
-        f"{paced_bare.p99_gap_ms:.1f} ms: {paced_gateway.p99_gap_ms - paced_bare.p99_gap_ms:+.1f} ms",
+        f"all at once every {given.period_ms:g} ms: p50 delay {paced_gateway.p50_delay_ms:.1f} against "
+        f"{paced_bare.p50_delay_ms:.1f} ms, p99 {paced_gateway.p99_delay_ms:.1f} against "
+        f"{paced_bare.p99_delay_ms:.1f} ms: {statistics.median(added):+.1f} ms (rounds {added[0]:+.1f} to "
+        f"{added[-1]:+.1f}); ticks missed {paced_gateway.missed:g} and {paced_bare.missed:g}",
     ]
     sys.stdout.write("\n".join(lines) + "\n")
 

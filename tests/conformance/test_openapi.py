@@ -64,6 +64,17 @@ def test_every_schema_is_one_and_every_reference_leads_somewhere() -> None:
     assert set(schemas) == referred | {"ChatChunk"}
 
 
+async def test_counting_takes_what_its_schema_says_beyond_context_and_vocabulary() -> None:
+    schemas = DOCUMENT["components"]["schemas"]
+    validator = jsonschema_rs.Draft202012Validator(
+        {**schemas["CountRequest"], "components": {"schemas": schemas}}
+    )
+    fields = chat_body(max_tokens=10**6, min_tokens=10**5, stop_token_ids=[10**6])
+    validator.validate(fields)
+    async with live_server(SMALL) as live:
+        assert (await live.client.post("/v1/messages/count_tokens", json=fields)).is_success
+
+
 async def test_chunks_are_what_their_schema_says() -> None:
     schemas = DOCUMENT["components"]["schemas"]
     schema = {**schemas["ChatChunk"], "components": {"schemas": schemas}}
