@@ -155,8 +155,12 @@ async def test_arguments_are_not_doubled_when_a_call_ends_with_its_chain(
             told, streamed = await both(live, tools=[TOOL], stop=stop)
             assert told["calls"] == streamed["calls"] == calls
             assert streamed["finish"] == ["tool_calls"]
+        # A stop string that comes with the call's end, or in its place.
+        for stop in ("\n</tool_call>", "</function>"):
+            for told in await both(live, tools=[TOOL], stop=stop):
+                assert (told["calls"], told["finish"]) == (calls[:1], ["tool_calls"])
         length = len(ids_of(CALLS))
-        for cap in range(length - 45, length, 6):
+        for cap in (*range(length - 45, length - 9, 6), *range(length - 9, length)):
             told, streamed = await both(live, tools=[TOOL], max_tokens=cap)
             assert told == streamed
             for call, known in zip(told["calls"], calls, strict=False):
