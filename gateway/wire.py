@@ -354,7 +354,7 @@ def _set_once(kwargs: JsonObject, name: str, value: object, param: str) -> None:
         return
     before = kwargs.get(name)
     if before is not None and before != value:
-        refuse(param, f"contradicts {name}, which is {describe(before)}")
+        refuse(param, f"sets {name} to {describe(value)}, but elsewhere it is {describe(before)}")
     kwargs[name] = value
 
 

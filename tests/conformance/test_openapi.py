@@ -33,9 +33,10 @@ POSTED = [path for path, methods in PATHS.items() if "post" in methods]
 READ = [path for path, methods in PATHS.items() if "get" in methods]
 TOGETHER = {
     # What the document leaves to the 400: fields that depend on others, on the vocabulary or on the compiler.
-    "add_generation_prompt", "continue_final_message", "ignore_eos", "include", "logit_bias", "logprobs",
-    "max_completion_tokens", "min_tokens", "prompt", "response_format", "stream_options", "structured_outputs",
-    "text", "thinking", "thinking_budget", "tool_choice", "tools", "top_logprobs",
+    "add_generation_prompt", "continue_final_message", "enable_thinking", "ignore_eos", "include", "logit_bias",
+    "logprobs", "max_completion_tokens", "min_tokens", "output_config", "prompt", "reasoning", "reasoning_effort",
+    "response_format", "stream_options", "structured_outputs", "text", "thinking", "thinking_budget", "tool_choice",
+    "tools", "top_logprobs",
     # ... and the order of roles, which is the template's, and text in which JSON is written.
     "messages", "input", "system",
 }  # fmt: skip

@@ -181,6 +181,15 @@ def test_times_follow_the_script() -> None:
     assert second.times.verify_s == pytest.approx(1e-3 + 3e-4)
 
 
+def test_windows_with_decodes_wait_for_the_next_tick(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = seated(replace(SCRIPT, tick_s=0.5))
+    waits: list[float] = []
+    monkeypatch.setattr(engine._closed, "wait", waits.append)
+    monkeypatch.setattr("engine.fake.time.monotonic", lambda: 100.125)
+    engine.run_window(WindowPlan(decodes=(step(0),)))
+    assert waits[-1] == 0.375
+
+
 def test_a_load_can_fail_and_a_closed_engine_refuses() -> None:
     with pytest.raises(ModelLoadError, match="no such tensor"):
         FakeEngine(FakeScript(load_error="no such tensor"))
