@@ -1,6 +1,6 @@
 """What the gateway costs: many streams of a scripted engine, against a bare Starlette app that sends the same bytes.
 
-    python -m loadtest.gateway_bench [--streams 64] [--chunks 1000] [--rounds 3]
+    python -m loadtest.gateway_bench [--streams 64] [--chunks 1000] [--ticks 100] [--rounds 3]
 
 Servers and client are processes of their own; only HTTP passes between them. Two figures. Chunks a second when both
 send as fast as they can, counted while every stream runs: between the first chunk of the last one to begin and the
@@ -288,19 +288,19 @@ class Server:
 
 
 def compare(
-    stack: ExitStack, streams: int, chunks: int, period_s: float, rounds: int, frames: Path
+    streams: int, chunks: int, period_s: float, rounds: int, frames: Path
 ) -> tuple[list[Round], list[Round]]:
-    """Rounds of (gateway, bare app), taking turns; both stay until the stack is left."""
-    servers: list[Server] = []
-    for code in (_GATEWAY, _BARE):
-        port = free_port()
-        code = code.format(port=port, streams=streams, period_s=period_s, frames=str(frames))
-        pid = stack.enter_context(server(code, port))
-        servers.append(Server(pid=pid, port=port, period_s=period_s))
-        asyncio.run(run_streams(port, Watch(pid, streams), streams, 20))
-    ours, bare = zip(
-        *([one.round(streams, chunks) for one in servers] for _ in range(rounds)), strict=True
-    )
+    """Rounds of (gateway, bare app), taking turns; both run all the time."""
+    with ExitStack() as stack:
+        servers: list[Server] = []
+        for code in (_GATEWAY, _BARE):
+            port = free_port()
+            code = code.format(port=port, streams=streams, period_s=period_s, frames=str(frames))
+            pid = stack.enter_context(server(code, port))
+            asyncio.run(run_streams(port, Watch(pid, streams), streams, 20))
+            servers.append(Server(pid=pid, port=port, period_s=period_s))
+        pairs = [[one.round(streams, chunks) for one in servers] for _ in range(rounds)]
+    ours, bare = zip(*pairs, strict=True)
     return list(ours), list(bare)
 
 
@@ -320,43 +320,61 @@ def record(chunks: int, path: Path) -> None:
     path.write_bytes(frames_of(bytes(stream.data)))
 
 
+def throughput(given: argparse.Namespace, directory: Path) -> list[str]:
+    frames = directory / "frames"
+    record(given.chunks, frames)
+    ours, bare = compare(given.streams, given.chunks, 0.0, given.rounds, frames)
+    ratios = sorted(a.chunks_per_s / b.chunks_per_s for a, b in zip(ours, bare, strict=True))
+    a, b = median(ours), median(bare)
+    return [
+        f"{given.streams} streams of {given.chunks} chunks, {given.rounds} rounds, medians",
+        f"chunks/s: gateway {a.chunks_per_s:,.0f}, bare {b.chunks_per_s:,.0f}: "
+        f"{statistics.median(ratios):.2f}x (rounds {ratios[0]:.2f} to {ratios[-1]:.2f})",
+        f"processor us a chunk: gateway {a.server_us:.1f}, bare {b.server_us:.1f}: "
+        f"{b.server_us / a.server_us:.2f}x; of the client {a.client_us:.1f} and {b.client_us:.1f}",
+    ]
+
+
+def delay(given: argparse.Namespace, directory: Path) -> list[str]:
+    frames = directory / "frames"
+    record(given.ticks, frames)
+    ours, bare = compare(given.streams, given.ticks, given.period_ms / 1e3, given.rounds, frames)
+    added = sorted(a.p99_delay_ms - b.p99_delay_ms for a, b in zip(ours, bare, strict=True))
+    a, b = median(ours), median(bare)
+    return [
+        f"{given.streams} chunks at once, {given.ticks} times every {given.period_ms:g} ms, "
+        f"{given.rounds} rounds, medians",
+        f"delay: p50 {a.p50_delay_ms:.1f} ms against {b.p50_delay_ms:.1f}, p99 {a.p99_delay_ms:.1f} against "
+        f"{b.p99_delay_ms:.1f}: {statistics.median(added):+.1f} ms (rounds {added[0]:+.1f} to {added[-1]:+.1f}); "
+        f"ticks missed {a.missed:g} and {b.missed:g}",
+    ]
+
+
+PARTS = {"throughput": throughput, "delay": delay}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--chunks", type=int, default=1000)
+    parser.add_argument("--ticks", type=int, default=100)
     parser.add_argument("--period-ms", type=float, default=40.0)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", choices=PARTS)
     given = parser.parse_args()
-    period_s = given.period_ms / 1e3
-    # Paced streams take long: fewer chunks are enough for their delays.
-    num_paced = given.chunks // 5
-    with tempfile.TemporaryDirectory() as directory:
-        frames = Path(directory) / "frames"
-        record(given.chunks, frames)
-        with ExitStack() as stack:
-            fast = compare(stack, given.streams, given.chunks, 0.0, given.rounds, frames)
-        record(num_paced, frames)
-        with ExitStack() as stack:
-            paced = compare(stack, given.streams, num_paced, period_s, given.rounds, frames)
     when = datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes")
     load = " ".join(f"{value:.1f}" for value in os.getloadavg())
-    gateway, bare = median(fast[0]), median(fast[1])
-    ratios = sorted(a.chunks_per_s / b.chunks_per_s for a, b in zip(*fast, strict=True))
-    paced_gateway, paced_bare = median(paced[0]), median(paced[1])
-    added = sorted(a.p99_delay_ms - b.p99_delay_ms for a, b in zip(*paced, strict=True))
-    lines = [
-        f"{when}, {os.cpu_count()} cores, {platform.machine()}, load average {load}",
-        f"{given.streams} streams of {given.chunks} chunks, {given.rounds} rounds, medians",
-        f"chunks/s: gateway {gateway.chunks_per_s:,.0f}, bare {bare.chunks_per_s:,.0f}: "
-        f"{statistics.median(ratios):.2f}x (rounds {ratios[0]:.2f} to {ratios[-1]:.2f})",
-        f"processor us a chunk: gateway {gateway.server_us:.1f}, bare {bare.server_us:.1f}: "
-        f"{bare.server_us / gateway.server_us:.2f}x; of the client {gateway.client_us:.1f} and {bare.client_us:.1f}",
-        f"all at once every {given.period_ms:g} ms: p50 delay {paced_gateway.p50_delay_ms:.1f} against "
-        f"{paced_bare.p50_delay_ms:.1f} ms, p99 {paced_gateway.p99_delay_ms:.1f} against "
-        f"{paced_bare.p99_delay_ms:.1f} ms: {statistics.median(added):+.1f} ms (rounds {added[0]:+.1f} to "
-        f"{added[-1]:+.1f}); ticks missed {paced_gateway.missed:g} and {paced_bare.missed:g}",
-    ]
-    sys.stdout.write("\n".join(lines) + "\n")
+    print_line(f"{when}, {os.cpu_count()} cores, {platform.machine()}, load average {load}")
+    with tempfile.TemporaryDirectory() as directory:
+        for name, part in PARTS.items():
+            if given.only in (None, name):
+                for line in part(given, Path(directory)):
+                    print_line(line)
+
+
+def print_line(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":
