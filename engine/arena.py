@@ -62,14 +62,14 @@ class BlockArena:
         assert num_blocks > 0, "blocks are taken beyond the limit"
         slab = torch.empty((num_blocks, self.block_bytes), dtype=torch.uint8)
         if self._pin:
-            _pin(slab)
+            pin_memory(slab)
         self._slabs.append(slab)
         self._num_blocks += num_blocks
         self._free.extend(slab.unbind(0))
 
 
-def _pin(slab: Tensor) -> None:
-    """Page-lock a slab where it is: torch's own pinned memory would be rounded up to a power of two."""
+def pin_memory(slab: Tensor) -> None:
+    """Page-lock a tensor where it is: torch's own pinned memory would be rounded up to a power of two."""
     runtime = torch.cuda.cudart()
     assert runtime is not None
     error = runtime.cudaHostRegister(slab.data_ptr(), slab.numel(), 0)

@@ -5,20 +5,16 @@ Implements engine.interface.Engine. One thread calls it, for its whole life.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from engine.acceptance import accept
-from engine.config import EngineConfig, model_path
 from engine.errors import PlanError
-from engine.fingerprint import model_fingerprint
 from engine.grammar import Constraint, GrammarCompiler, GrammarError
 from engine.instruments import count_allocations
 from engine.interface import (
@@ -26,7 +22,6 @@ from engine.interface import (
     DecodeStep,
     EngineInfo,
     FileDone,
-    PlanItem,
     PrefillChunk,
     Resume,
     SamplingParams,
@@ -38,35 +33,19 @@ from engine.interface import (
     WindowResult,
     WindowTimes,
 )
-from engine.loader import ModelLoader
-from engine.memory_plan import SESSION, TIER_ONE, TIER_TWO, Step
-from engine.native.pick import NativePicker
-from engine.native.step import NativeDraft, NativeStep, NativeTrunk, planned_parts, why_not
+from engine.memory_plan import Step
+from engine.model import Trunk
 from engine.parked import CheckpointMark, ParkedStates
-from engine.parked_files import FileLayout, ParkedFiles
-from engine.sampling import Picker, PickRow, RowPicker, TokenHistory, row_logprobs
-from engine.sources.opening import open_source, read_spec
-from engine.startup import StartupMarks, free_bytes, free_host_bytes
-from engine.startup_budget import low_memory_line
-from engine.startup_plan import (
-    Machine,
-    StartPlan,
-    default_threads,
-    device_of,
-    dtype_of,
-    limits_of,
-    plan_start,
-)
-from engine.state import Rows, SlotState
-from engine.weights import Checkpoint
+from engine.sampling import PickRow, TokenHistory, row_logprobs
+from engine.state import KeptRows, Rows, SlotState
 
 if TYPE_CHECKING:
     from engine.experts import ExpertStore
-    from engine.model import Trunk
     from engine.model_spec import ModelSpec
-    from engine.mtp import DraftLayer
-
-_log = logging.getLogger("engine.startup")
+    from engine.parked_files import ParkedFiles
+    from engine.sampling import RowPicker
+    from engine.startup import StartupMarks
+    from engine.steps import DraftChain, DraftSteps, TrunkSteps
 
 
 @dataclass(slots=True)
@@ -116,8 +95,9 @@ class TorchEngine:
         self,
         *,
         spec: ModelSpec,
-        trunk: Trunk | NativeTrunk,
-        draft: DraftLayer | NativeDraft | None,
+        trunk: TrunkSteps,
+        draft: DraftSteps | None,
+        chain: DraftChain | None,
         experts: ExpertStore | None,
         state: SlotState,
         picker: RowPicker,
@@ -126,9 +106,11 @@ class TorchEngine:
         parked: ParkedStates,
         files: ParkedFiles | None,
     ) -> None:
+        """chain: drafts whole chains where it can; without it every draft is picked by `picker`."""
         self._spec = spec
         self._trunk = trunk
         self._draft_layer = draft
+        self._chain = chain
         self._experts = experts
         self._state = state
         self._picker = picker
@@ -166,9 +148,14 @@ class TorchEngine:
 
     @property
     def trunk(self) -> Trunk:
-        """The torch layers, for instruments. Raises PlanError where the compiled step runs, which has none to show."""
-        if isinstance(self._trunk, NativeTrunk):
-            raise PlanError("the compiled step has no layers to look at: load with kernels torch")
+        """The torch layers, for instruments. Raises PlanError where a compiled step runs, which has none to show."""
+        if not isinstance(self._trunk, Trunk):
+            raise PlanError("a compiled step has no layers to look at: load with kernels torch")
+        return self._trunk
+
+    @property
+    def steps(self) -> TrunkSteps:
+        """What computes, for instruments."""
         return self._trunk
 
     @property
@@ -495,14 +482,15 @@ class TorchEngine:
         if not chunk.is_last:
             return
         logits = self._trunk.logits(streams[-1:])
-        if not bool(torch.isfinite(logits).all()):
+        row = self._pick_row(sequence)
+        picks = self._picker.pick(logits, [row], check=True)
+        picked = picks.ids
+        if not picks.finite[0]:
             failures.append(self._not_finite(chunk.slot))
             return
-        row = self._pick_row(sequence)
         if (message := _failure(sequence, [row])) is not None:
             failures.append(SlotFailure(slot=chunk.slot, message=message))
             return
-        picked = self._picker.pick(logits, [row]).ids
         self._add_output(sequence, picked)
         tokens.append(
             SlotTokens(
@@ -520,7 +508,9 @@ class TorchEngine:
         sequence = self._sequence(slot)
         start = sequence.num_computed
         sequence.ids.extend(token_ids)
-        ids = self._with_context(sequence.ids[: start + len(token_ids)], len(token_ids))
+        ids = self._on_device(
+            self._with_context(sequence.ids[: start + len(token_ids)], len(token_ids))
+        )
         streams = self._trunk.chunk(ids, slot, start, self._state)
         sequence.num_computed = start + len(token_ids)
         if sequence.uses_drafts and self._draft_layer is not None:
@@ -540,17 +530,20 @@ class TorchEngine:
         known = torch.cat((waiting, streams[:-1])) if waiting.shape[0] else streams[:-1]
         if known.shape[0]:
             ids = sequence.ids[first + 1 : first + 1 + known.shape[0]]
-            read_chunk(torch.tensor(ids, device=self._device), known, slot, first, self._state)
+            read_chunk(self._on_device(torch.tensor(ids)), known, slot, first, self._state)
         self._state.pending[slot, 0] = streams[-1]
         sequence.num_draft_cells = sequence.num_computed - 1
 
     def _with_context(self, ids: Sequence[int], num_rows: int) -> Tensor:
-        """The last num_rows ids, each after the ids before it: int64 [num_rows, context + 1]."""
+        """The last num_rows ids, each after the ids before it: int64 [num_rows, context + 1], on the host."""
         context = self._trunk.ngram_context
         first = len(ids) - num_rows - context
         padding = [self._spec.ple.eos_id] * -first if first < 0 and self._spec.ple else []
-        flat = torch.tensor([*padding, *ids[max(0, first) :]], device=self._device)
-        return flat.unfold(0, context + 1, 1)
+        return torch.tensor([*padding, *ids[max(0, first) :]]).unfold(0, context + 1, 1)
+
+    def _on_device(self, values: Tensor) -> Tensor:
+        """Copied in the order of the device's work, for which nobody waits."""
+        return values.to(self._device, non_blocking=True)
 
     # Drafting
 
@@ -585,15 +578,50 @@ class TorchEngine:
         rows = Rows(slots, counts, [s.num_draft_cells for s in sequences], self._device)
         ids = [i for s in sequences for i in s.ids[s.num_draft_cells + 1 : s.num_computed + 1]]
         parts = [self._state.pending[slot, :n] for slot, n in zip(slots, counts, strict=True)]
-        return rows, torch.tensor(ids, device=self._device), torch.cat(parts)
+        return rows, self._on_device(torch.tensor(ids)), torch.cat(parts)
 
     def _draft_chains(self, steps: Sequence[DecodeStep], chains: dict[int, list[Draft]]) -> None:
+        """Chains in one go for the slots whose picks allow it, draft by draft for the others."""
+        one_by_one = list(steps)
+        if self._chain is not None:
+            able = [self._can_chain(self._sequence(step.slot), self._chain) for step in steps]
+            at_once = [step for step, yes in zip(steps, able, strict=True) if yes]
+            one_by_one = [step for step, yes in zip(steps, able, strict=True) if not yes]
+            if at_once:
+                self._chain_at_once(at_once, chains, self._chain)
+        if one_by_one:
+            self._chain_one_by_one(one_by_one, chains)
+
+    def _can_chain(self, sequence: SlotSequence, chain: DraftChain) -> bool:
+        return sequence.failure is None and chain.can_pick(self._pick_row(sequence))
+
+    def _chain_at_once(
+        self, steps: Sequence[DecodeStep], chains: dict[int, list[Draft]], chain: DraftChain
+    ) -> None:
+        rows, ids, streams = self._pending_rows([step.slot for step in steps])
+        depths = range(max(step.max_draft for step in steps))
+        picks = [
+            [self._pick_row(self._sequence(step.slot), num_ahead=depth) for step in steps]
+            for depth in depths
+        ]
+        found = chain.chain(ids, streams, rows, picks)
+        for b, step in enumerate(steps):
+            for depth in depths:
+                drafted = found[depth]
+                if not self._extend(
+                    step, chains[step.slot], drafted.ids[b], drafted.probabilities[b]
+                ):
+                    break
+
+    def _chain_one_by_one(
+        self, steps: Sequence[DecodeStep], chains: dict[int, list[Draft]]
+    ) -> None:
         layer = self._draft_layer
         assert layer is not None
         active = list(steps)
         rows, ids, streams = self._pending_rows([step.slot for step in active])
         while True:
-            last = torch.tensor(rows.last_rows(), device=self._device)
+            last = self._on_device(torch.tensor(rows.last_rows()))
             logits, streams = layer.draft(ids, streams, rows, last, self._state)
             kept = self._extend_chains(active, logits, chains)
             if not kept:
@@ -602,7 +630,7 @@ class TorchEngine:
             slots = [step.slot for step in active]
             starts = [self._sequence(s).num_computed - 1 + len(chains[s]) for s in slots]
             rows = Rows(slots, [1] * len(slots), starts, self._device)
-            ids = torch.tensor([chains[s][-1].token_id for s in slots], device=self._device)
+            ids = self._on_device(torch.tensor([chains[s][-1].token_id for s in slots]))
             streams = streams[kept]
 
     def _extend_chains(
@@ -616,18 +644,21 @@ class TorchEngine:
         picks = self._picker.pick(logits, rows)
         kept: list[int] = []
         for i, step in enumerate(steps):
-            token_id, probability = picks.ids[i], picks.probabilities[i]
-            # Not `<`: a probability that is not a number ends the chain.
-            if not probability >= step.spec_min_p:
-                continue
             if _failure(self._sequence(step.slot), [rows[i]]) is not None:
                 continue
-            chain = chains[step.slot]
-            chain.append(Draft(token_id=token_id, probability=probability))
-            stopped = token_id in self._sequence(step.slot).stop_ids
-            if len(chain) < step.max_draft and not stopped:
+            if self._extend(step, chains[step.slot], picks.ids[i], picks.probabilities[i]):
                 kept.append(i)
         return kept
+
+    def _extend(
+        self, step: DecodeStep, chain: list[Draft], token_id: int, probability: float
+    ) -> bool:
+        """Add a draft that passes the gate; whether the chain may go on after it."""
+        # Not `<`: a probability that is not a number ends the chain.
+        if not probability >= step.spec_min_p:
+            return False
+        chain.append(Draft(token_id=token_id, probability=probability))
+        return len(chain) < step.max_draft and token_id not in self._sequence(step.slot).stop_ids
 
     # Verifying
 
@@ -642,26 +673,26 @@ class TorchEngine:
         window = {s.slot: (self._sequence(s.slot).ids[-1], *drafts[s.slot]) for s in steps}
         verified = self._verify(window)
         logits = self._trunk.logits(verified.streams)
-        finite = torch.isfinite(logits).all(-1).tolist()
         rows = [
             self._pick_row(self._sequence(slot), ids[1 : i + 1])
             for slot, ids in verified.ids.items()
             for i in range(len(ids))
         ]
-        picks = self._picker.pick(logits, rows).ids
+        picks = self._picker.pick(logits, rows, check=True)
+        committed: dict[int, int] = {}
         for slot, ids in verified.ids.items():
             first = verified.offsets[slot]
             end = first + len(ids)
             sequence = self._sequence(slot)
-            if not all(finite[first:end]):
+            if not all(picks.finite[first:end]):
                 failures.append(self._not_finite(slot))
                 continue
-            accepted = accept(picks[first:end], drafts[slot], sequence.stop_ids)
+            accepted = accept(picks.ids[first:end], drafts[slot], sequence.stop_ids)
             kept = list(accepted.token_ids)
             if (message := _failure(sequence, rows[first : first + len(kept)])) is not None:
                 failures.append(SlotFailure(slot=slot, message=message))
                 continue
-            self._commit(slot, len(kept), verified)
+            committed[slot] = len(kept)
             self._add_output(sequence, kept)
             tokens.append(
                 SlotTokens(
@@ -672,6 +703,7 @@ class TorchEngine:
                     logprobs=_logprobs(sequence.params, logits[first:end], kept),
                 )
             )
+        self._commit(committed, verified)
 
     def _not_finite(self, slot: int) -> SlotFailure:
         # Later sequences read whole tiles, and masked cells count 0 times: of NaN that is NaN.
@@ -689,19 +721,18 @@ class TorchEngine:
         for slot, start in zip(slots, starts, strict=True):
             before = self._sequence(slot).ids[max(0, start - context) : start]
             parts.append(self._with_context([*before, *window[slot]], len(window[slot])))
-        streams = self._trunk.window(torch.cat(parts), rows, self._state)
+        streams = self._trunk.window(self._on_device(torch.cat(parts)), rows, self._state)
         offsets = {slot: sum(counts[:b]) for b, slot in enumerate(slots)}
         ordered = {slot: window[slot] for slot in slots}
         return _Verified(rows=rows, offsets=offsets, ids=ordered, streams=streams)
 
-    def _commit(self, slot: int, num_rows: int, verified: _Verified) -> None:
-        """Keep the first rows of a slot's window; their draft-layer cells wait for the next draft."""
-        self._trunk.commit(slot, num_rows, self._state)
-        sequence = self._sequence(slot)
-        sequence.num_computed += num_rows
-        if sequence.uses_drafts:
-            first = verified.offsets[slot]
-            self._state.pending[slot, :num_rows] = verified.streams[first : first + num_rows]
+    def _commit(self, num_rows: Mapping[int, int], verified: _Verified) -> None:
+        """Keep the first rows of slots' window; their draft-layer cells wait for the next draft."""
+        kept = {slot: KeptRows(verified.offsets[slot], count) for slot, count in num_rows.items()}
+        if kept:
+            self._trunk.commit(kept, verified.streams, self._state)
+        for slot, count in num_rows.items():
+            self._sequence(slot).num_computed += count
 
     def _add_output(self, sequence: SlotSequence, ids: Sequence[int]) -> None:
         sequence.ids.extend(ids)
@@ -711,13 +742,16 @@ class TorchEngine:
         if sequence.constraint is not None:
             sequence.constraint.commit(ids)
 
-    def _pick_row(self, sequence: SlotSequence, drafts: Sequence[int] = ()) -> PickRow:
-        """The pick that follows the sequence's ids and these drafts."""
+    def _pick_row(
+        self, sequence: SlotSequence, drafts: Sequence[int] = (), *, num_ahead: int = 0
+    ) -> PickRow:
+        """The pick that follows the sequence's ids and these drafts, or so many that nobody asks for."""
         constraint = sequence.constraint
+        num_between = len(drafts) + num_ahead
         return PickRow(
             params=sequence.params,
-            position=len(sequence.ids) + len(drafts),
-            num_output=sequence.num_output + len(drafts),
+            position=len(sequence.ids) + num_between,
+            num_output=sequence.num_output + num_between,
             history=sequence.history,
             drafts=tuple(drafts),
             limit=None if constraint is None else constraint.limit_after(drafts),
@@ -757,11 +791,14 @@ class TorchEngine:
     def commit(self, num_rows: Mapping[int, int]) -> None:
         """Keep the first rows of the window that `verify_logits` ran, and take their ids as computed."""
         assert self._unverified is not None
+        known = {slot: self._num_known_ahead(slot) for slot in num_rows}
+        self._commit(num_rows, self._unverified)
         for slot, count in num_rows.items():
-            sequence = self._sequence(slot)
-            known = len(sequence.ids) - sequence.num_computed
-            self._commit(slot, count, self._unverified)
-            sequence.ids.extend(self._unverified.ids[slot][known:count])
+            self._sequence(slot).ids.extend(self._unverified.ids[slot][known[slot] : count])
+
+    def _num_known_ahead(self, slot: int) -> int:
+        sequence = self._sequence(slot)
+        return len(sequence.ids) - sequence.num_computed
 
     @torch.inference_mode()
     def draft(self, steps: Sequence[DecodeStep]) -> dict[int, list[Draft]]:
@@ -786,210 +823,3 @@ def _logprobs(
         return None
     num_top = params.top_logprobs
     return tuple(row_logprobs(logits[i], token_id, num_top) for i, token_id in enumerate(ids))
-
-
-def load_engine(config: EngineConfig, *, rehearse: bool = False) -> TorchEngine:
-    """Plan, check that the plan fits, load, and compare what is taken with the plan at each checkpoint.
-
-    rehearse: also read a prompt piece and run a window, to compare what they take. Raises ModelLoadError, PlanRefused,
-    PlanMismatch or FilesUnusable.
-    """
-    began = time.perf_counter()
-    path = model_path(config.model)
-    spec = read_spec(path, config.parts)
-    device = device_of(config.device)
-    has_gpu = device.type == "cuda"
-    no_step = why_not(config, spec, device)
-    dtype = torch.float32 if no_step is None else dtype_of(config.dtype, has_gpu=has_gpu)
-    num_threads = config.threads or default_threads()
-    torch.set_num_threads(num_threads)
-    # Denormals in decayed states cost a hundred times a normal multiply and carry no information.
-    torch.set_flush_denormal(True)
-    machine = Machine(
-        has_gpu=has_gpu, device_bytes=free_bytes(device), host_bytes=free_host_bytes()
-    )
-    with Checkpoint(open_source(path, spec, config.parts)) as checkpoint:
-        if no_step is None:
-            loaded = _load_step(checkpoint, config, spec, machine, num_threads)
-        else:
-            level = logging.INFO if config.kernels == "torch" or has_gpu else logging.WARNING
-            _log.log(level, "the torch layers run, several times slower on a CPU: %s", no_step)
-            loaded = _load_layers(checkpoint, config, spec, machine, device, dtype, num_threads)
-    plan = loaded.plan
-    info = EngineInfo(
-        model_name=spec.name,
-        vocab_size=spec.vocab_size,
-        max_context=plan.limits.max_context,
-        num_slots=config.num_slots,
-        chunk_tokens=plan.limits.chunk_tokens,
-        max_draft=plan.limits.max_draft,
-        device=str(device),
-        dtype=str(dtype).removeprefix("torch."),
-        kernels=loaded.kernels,
-        load_s=time.perf_counter() - began,
-        memory_plan=loaded.plan_items(),
-        reads_as_decodes=no_step is None,
-        kv_dtype=str(plan.kv_dtype).removeprefix("torch."),
-    )
-    directory = config.text_path
-    parked = ParkedStates(loaded.state, max_bytes=config.max_parked_bytes)
-    num_token_ids = min(spec.vocab_size, num_known_tokens(directory) or spec.vocab_size)
-    engine = TorchEngine(
-        spec=spec,
-        trunk=loaded.trunk,
-        draft=loaded.draft,
-        experts=loaded.experts,
-        state=loaded.state,
-        picker=Picker(num_token_ids) if no_step else NativePicker(num_token_ids, spec.vocab_size),
-        grammars=GrammarCompiler(directory, spec.vocab_size),
-        info=info,
-        parked=parked,
-        files=_open_files(config, info, parked),
-    )
-    if rehearse:
-        engine.rehearse(loaded.marks)
-    if (line := low_memory_line(free_bytes(device), plan.cache)) is not None:
-        _log.warning("%s", line)
-    return engine
-
-
-def _open_files(config: EngineConfig, info: EngineInfo, parked: ParkedStates) -> ParkedFiles | None:
-    """The directory of conversation files, if there is to be one. Raises FilesUnusable."""
-    if config.parked_dir is None:
-        return None
-    decisive = (
-        *(torch.__version__, info.dtype, info.device.partition(":")[0], info.kernels),
-        *(info.kv_dtype, config.exact, info.chunk_tokens, info.max_context),
-        *(model_fingerprint(path, ()) for path in config.parts.paths()),
-    )
-    layout = FileLayout(
-        fingerprint=model_fingerprint(model_path(config.model), decisive),
-        block_bytes=parked.page_bytes,
-        blocks_per_checkpoint=parked.blocks_per_checkpoint,
-    )
-    return ParkedFiles(Path(config.parked_dir), layout)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Loaded:
-    """Layers and state, and what they were planned to take and take."""
-
-    trunk: Trunk | NativeTrunk
-    draft: DraftLayer | NativeDraft | None
-    experts: ExpertStore | None
-    state: SlotState
-    kernels: str
-    plan: StartPlan
-    marks: StartupMarks
-    part_bytes: Mapping[str, int]
-
-    def plan_items(self) -> tuple[PlanItem, ...]:
-        """Planned against actual, by line."""
-        memory, actual = self.plan.memory, dict(self.part_bytes)
-        for name in memory.session_names():
-            tensor: Tensor = getattr(self.state, name)
-            actual[f"{SESSION}{name}"] = tensor.numel() * tensor.element_size()
-        return tuple(
-            PlanItem(name=x.name, planned_bytes=x.num_bytes, actual_bytes=actual.get(x.name))
-            for x in memory.lines
-        )
-
-
-def _load_step(
-    checkpoint: Checkpoint,
-    config: EngineConfig,
-    spec: ModelSpec,
-    machine: Machine,
-    num_threads: int,
-) -> _Loaded:
-    """The compiled CPU step; all its weights are read at once, so the later checkpoints find nothing new."""
-    limits = limits_of(config, spec, has_gpu=False)
-    parts = planned_parts(checkpoint.source, spec, limits, num_threads)
-    plan = plan_start(config, spec, machine, torch.float32, step_parts=parts)
-    marks = StartupMarks(plan.memory)
-    state = _new_state(plan, torch.device("cpu"))
-    step = NativeStep(checkpoint, spec, state, limits, num_threads)
-    for reached in (Step.WEIGHTS, Step.HEAD, Step.CACHE, Step.FILL, Step.HITS):
-        marks.reach(reached)
-    return _Loaded(
-        trunk=NativeTrunk(step),
-        draft=NativeDraft(step) if plan.with_draft else None,
-        experts=None,
-        state=state,
-        kernels="compiled step",
-        plan=plan,
-        marks=marks,
-        part_bytes=step.part_bytes,
-    )
-
-
-def _load_layers(
-    checkpoint: Checkpoint,
-    config: EngineConfig,
-    spec: ModelSpec,
-    machine: Machine,
-    device: torch.device,
-    dtype: torch.dtype,
-    num_threads: int,
-) -> _Loaded:
-    """The torch layers, in the order of product.md D7."""
-    plan = plan_start(config, spec, machine, dtype)
-    marks = StartupMarks(plan.memory)
-    loader = ModelLoader(
-        checkpoint,
-        spec,
-        dtype=dtype,
-        device=device,
-        exact=config.exact,
-        max_context=plan.limits.max_context,
-        num_workers=config.pool_workers or num_threads,
-        tiered=plan.experts.is_tiered,
-        ple_io=config.ple_io,
-    )
-    model = loader.load(with_draft=plan.with_draft)
-    state = _new_state(plan, device)
-    marks.reach(Step.WEIGHTS)
-    loader.load_head(model.trunk)
-    marks.reach(Step.HEAD)
-    plan = plan.resized(free_bytes(device))
-    marks.plan = plan.memory
-    for line in plan.cache.lines:
-        _log.info("%s", line)
-    loader.load_experts(plan.experts, marks)
-    loader.finish(with_draft=plan.with_draft)
-    part_bytes = dict(model.part_bytes)
-    if model.experts is not None:
-        part_bytes[TIER_ONE] = model.experts.slot_bytes
-        part_bytes[TIER_TWO] = model.experts.host_bytes
-    return _Loaded(
-        trunk=model.trunk,
-        draft=model.draft,
-        experts=model.experts,
-        state=state,
-        kernels=f"torch layers, {model.report.line()}",
-        plan=plan,
-        marks=marks,
-        part_bytes=part_bytes,
-    )
-
-
-def _new_state(plan: StartPlan, device: torch.device) -> SlotState:
-    return SlotState(
-        plan.spec,
-        num_slots=plan.limits.num_slots,
-        max_context=plan.limits.max_context,
-        dtype=plan.dtype,
-        kv_dtype=plan.kv_dtype,
-        device=device,
-    )
-
-
-def num_known_tokens(directory: Path) -> int | None:
-    """One more than the largest id that has text, from the checkpoint's tokenizer; None without one."""
-    file = directory / "tokenizer.json"
-    if not file.is_file():
-        return None
-    from tokenizers import Tokenizer
-
-    vocab = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
-    return max(vocab.values()) + 1

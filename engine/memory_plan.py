@@ -185,26 +185,15 @@ def make_plan(
     return MemoryPlan(lines=tuple(lines))
 
 
-def make_step_plan(
-    spec: ModelSpec,
-    parts: Mapping[str, int],
-    *,
-    state_bytes: Mapping[str, int],
-    chunk_tokens: int,
-    window_rows: int,
-) -> MemoryPlan:
-    """Plan the compiled CPU step. parts: bytes of its weights as stored, and of its buffers, all taken at once."""
-    lines = [PlanLine(name=name, num_bytes=n, step=Step.WEIGHTS) for name, n in parts.items()]
-    lines += [
+def make_step_plan(lines: Iterable[PlanLine], state_bytes: Mapping[str, int]) -> MemoryPlan:
+    """Plan a step that reads its weights all at once. lines: what it takes beside the slots' state."""
+    sessions = [
         PlanLine(name=f"{SESSION}{name}", num_bytes=n, step=Step.WEIGHTS)
         for name, n in state_bytes.items()
     ]
-    ids = chunk_tokens * 8 * (1 + (spec.ple.ngram_size if spec.ple else 1))
-    chunk = chunk_tokens * spec.stream_width * FP32_BYTES + ids
-    lines.append(PlanLine(name="prompt streams", num_bytes=chunk, step=Step.PROMPT))
-    logits = window_rows * spec.vocab_size * FP32_BYTES
-    lines.append(PlanLine(name="window logits", num_bytes=logits, step=Step.VERIFIER))
-    return MemoryPlan(lines=tuple(lines))
+    order = list(Step)
+    ordered = sorted((*lines, *sessions), key=lambda line: order.index(line.step))
+    return MemoryPlan(lines=tuple(ordered))
 
 
 def num_pairs(spec: ModelSpec) -> int:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from engine.layers.gdn import GdnLayer
 from engine.layers.residual import GatedResidual, write_back
-from engine.state import GdnWindow, Rows, SlotState
+from engine.state import GdnWindow, KeptRows, Rows, SlotState
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from engine.layers.moe import MoeLayer
     from engine.layers.ple import PleLayer
@@ -126,9 +126,11 @@ class Trunk:
             write_back(streams, inject, layer.moe(mixed))
         return streams
 
-    def commit(self, slot: int, num_rows: int, state: SlotState) -> None:
-        """Keep the first num_rows >= 1 rows of the slot's last window."""
-        state.commit(slot, num_rows)
+    def commit(self, kept: Mapping[int, KeptRows], streams: Tensor, state: SlotState) -> None:
+        """Keep the first rows of slots' last window, whose streams [R, S*H] wait for their draft-layer cells."""
+        for slot, rows in kept.items():
+            state.commit(slot, rows.count)
+            state.keep_streams(slot, streams[rows.first :][: rows.count])
 
     def logits(self, streams: Tensor) -> Tensor:
         """Streams [T, S*H] -> fp32 logits [T, vocab]."""

@@ -7,7 +7,7 @@ or on which drafts were tried. The draft layer picks with the same noise. Oracle
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -87,13 +87,15 @@ class Picks:
 
     ids: list[int]
     probabilities: list[float]
+    finite: list[bool] = field(default_factory=list[bool])
+    """Whether all of a row's logits are finite numbers; empty unless that was asked for."""
 
 
 class RowPicker(Protocol):
     """Picks ids for rows of logits."""
 
-    def pick(self, logits: Tensor, rows: Sequence[PickRow]) -> Picks:
-        """logits fp32 [R, vocab], not changed -> R picks.
+    def pick(self, logits: Tensor, rows: Sequence[PickRow], *, check: bool = False) -> Picks:
+        """logits fp32 [R, vocab], not changed -> R picks; check: also say which rows are finite.
 
         A pick's probability is that of the processed logits under the row's temperature and truncation; of a greedy
         row, under temperature 1.
@@ -107,8 +109,9 @@ class Picker:
 
     num_token_ids: int
 
-    def pick(self, logits: Tensor, rows: Sequence[PickRow]) -> Picks:
+    def pick(self, logits: Tensor, rows: Sequence[PickRow], *, check: bool = False) -> Picks:
         """See RowPicker."""
+        finite = finite_rows(logits) if check else []
         processed = self._processed(logits, rows)
         ids, probabilities = [0] * len(rows), [0.0] * len(rows)
         groups: dict[tuple[int, bool], list[int]] = {}
@@ -125,7 +128,7 @@ class Picker:
                 picked = _pick_all(part, chosen)
             for i, token_id, probability in zip(members, *picked, strict=True):
                 ids[i], probabilities[i] = token_id, probability
-        return Picks(ids=ids, probabilities=probabilities)
+        return Picks(ids=ids, probabilities=probabilities, finite=finite)
 
     def _processed(self, logits: Tensor, rows: Sequence[PickRow]) -> Tensor:
         limited = self.num_token_ids < logits.shape[1]
@@ -138,6 +141,11 @@ class Picker:
         if limited:
             logits[:, self.num_token_ids :] = _NEG_INF
         return logits
+
+
+def finite_rows(logits: Tensor) -> list[bool]:
+    """Which rows of logits [R, vocab] are finite numbers only."""
+    return torch.isfinite(logits).all(-1).tolist()
 
 
 def _picked(scaled: Tensor, chosen: Tensor, ids: Tensor | None) -> tuple[list[int], list[float]]:

@@ -21,6 +21,7 @@ from engine.memory_plan import (
     ExpertPlan,
     MemoryPlan,
     Place,
+    PlanLine,
     Step,
     blob_bytes,
     experts_are_dense,
@@ -39,8 +40,6 @@ from engine.startup_budget import (
 from engine.state import key_capacity, state_dtype, state_shapes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from engine.config import EngineConfig
     from engine.model_spec import ModelSpec
 
@@ -111,8 +110,8 @@ class StartPlan:
     experts: ExpertSplit
     cache: CacheSize
     memory: MemoryPlan
-    step_parts: Mapping[str, int] | None
-    """Bytes of the compiled CPU step by part; None when the torch layers run."""
+    step_lines: tuple[PlanLine, ...] | None
+    """What a compiled step takes beside the slots' state; None when the torch layers run."""
 
     @property
     def with_draft(self) -> bool:
@@ -133,9 +132,9 @@ def plan_start(
     machine: Machine,
     dtype: torch.dtype,
     *,
-    step_parts: Mapping[str, int] | None = None,
+    step_lines: tuple[PlanLine, ...] | None = None,
 ) -> StartPlan:
-    """Settle a start on a machine; step_parts: see StartPlan.
+    """Settle a start on a machine; step_lines: see StartPlan.
 
     Raises ConfigMismatch, ProfileMismatch or PlanRefused.
     """
@@ -157,10 +156,10 @@ def plan_start(
         experts=everything,
         cache=_uncached(config),
         memory=MemoryPlan(lines=()),
-        step_parts=step_parts,
+        step_lines=step_lines,
     )
     plan = replace(plan, memory=_memory(plan))
-    has_store = step_parts is None and not experts_are_dense(spec, dtype.itemsize)
+    has_store = step_lines is None and not experts_are_dense(spec, dtype.itemsize)
     if config.expert_cache is not None or has_store:
         before = plan.memory.until(Step.HEAD, Place.DEVICE if machine.has_gpu else None)
         cache = size_cache(plan.request, _room(plan, machine.device_bytes - before))
@@ -221,14 +220,8 @@ def _profile(config: EngineConfig, spec: ModelSpec) -> ExpertProfile | None:
 
 def _memory(plan: StartPlan) -> MemoryPlan:
     spec, limits, dtype = plan.spec, plan.limits, plan.dtype
-    if plan.step_parts is not None:
-        return make_step_plan(
-            spec,
-            plan.step_parts,
-            state_bytes=state_bytes_of(plan),
-            chunk_tokens=limits.piece_tokens,
-            window_rows=MAX_WINDOW_ROWS,
-        )
+    if plan.step_lines is not None:
+        return make_step_plan(plan.step_lines, state_bytes_of(plan))
     return make_plan(
         spec,
         state_bytes=state_bytes_of(plan),

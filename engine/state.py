@@ -30,6 +30,14 @@ KEY_TILE = 64
 """K/V capacity is a multiple of this, so that a row may read whole tiles."""
 
 
+@dataclass(frozen=True, slots=True)
+class KeptRows:
+    """What is kept of a slot's rows in a window: `count` >= 1 of them, flat rows from `first` on."""
+
+    first: int
+    count: int
+
+
 class Rows:
     """Rows of one window, laid out slot after slot; slots with more rows come first.
 
@@ -209,6 +217,11 @@ class SlotState:
     def put_ple_rows(self, layer: int, rows: Rows, normed: Tensor) -> Tensor:
         """Store the window's normed rows [B, T, S*H] of one PLE layer; returns [B, history+T, S*H]."""
         return _put_after_history(self.ple[layer], self.ple_history, rows.slots, normed)
+
+    def keep_streams(self, slot: int, streams: Tensor) -> None:
+        """The trunk's streams [T, S*H] of rows that were kept, T <= WINDOW_ROWS; nothing without a draft layer."""
+        if self.pending.shape[0]:
+            self.pending[slot, : streams.shape[0]] = streams
 
     def commit(self, slot: int, num_rows: int) -> None:
         """Keep the first num_rows >= 1 rows of the slot's last window in S and both convolution histories."""

@@ -102,7 +102,7 @@ def build_engine(config: EngineConfig, scripted: FakeScript | None) -> Engine:
     """The engine to run; torch is imported only for a real one."""
     if scripted is not None:
         return FakeEngine(scripted)
-    from engine.engine import load_engine
+    from engine.loading import load_engine
 
     # What was imported stays: the walks over live tensors while the model loads need not look at it.
     gc.freeze()

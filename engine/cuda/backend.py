@@ -10,24 +10,37 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import triton
 from torch import Tensor
 
-from engine.cuda.prefill import Prefill
+from engine.cuda.pick_rows import can_pick
+from engine.cuda.prefill import Prefill, chunk_bytes
+from engine.cuda.sizes import BUFFERS, NamesOnly, weight_parts
 from engine.cuda.step import CudaStep
 from engine.cuda.weights import CudaLoader
 from engine.errors import ConfigMismatch
+from engine.memory_plan import MIB, TABLE, Place, PlanLine, Step
+from engine.state import SlotState
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from engine.cuda.random_model import RandomTensors
     from engine.cuda.weights import CudaModel, TensorSource
     from engine.model_spec import ModelSpec
-    from engine.state import Rows, SlotState
+    from engine.sampling import PickRow, Picks
+    from engine.startup_plan import Limits
+    from engine.state import KeptRows, Rows
+
+_WORKSPACE_BYTES = 32 * MIB
+"""What torch gives cuBLAS on a device of compute capability 9."""
 
 
 class CudaTrunk:
-    """The interface of engine.model.Trunk, for the one SlotState it was built with."""
+    """The interface of engine.model.Trunk, for the one SlotState it was built with. step: for instruments."""
 
     def __init__(self, step: CudaStep, prefill: Prefill) -> None:
-        self._step = step
+        self.step = step
         self._prefill = prefill
         ple = step.model.spec.ple
         self.ngram_context = ple.ngram_size - 1 if ple else 0
@@ -35,7 +48,7 @@ class CudaTrunk:
     def window(self, ids: Tensor, rows: Rows, state: SlotState) -> Tensor:
         """See engine.model.Trunk.window. The streams are overwritten by the next window."""
         counts = rows.counts()
-        return self._step.window(ids, rows.slots, counts, _starts(rows))
+        return self.step.window(ids, rows.slots, counts, _starts(rows))
 
     def chunk(self, ids: Tensor, slot: int, start: int, state: SlotState) -> Tensor:
         """See engine.model.Trunk.chunk."""
@@ -43,20 +56,21 @@ class CudaTrunk:
 
     def logits(self, streams: Tensor) -> Tensor:
         """See engine.model.Trunk.logits. A window's logits are computed with it, and overwritten by the next."""
-        if self._step.owns(streams):
-            return self._step.logits(streams.shape[0])
+        if self.step.owns(streams):
+            return self.step.logits(streams.shape[0])
         return self._prefill.logits(streams)
 
-    def commit(self, kept: dict[int, int]) -> None:
-        """Keep the first rows of slots' last window: SlotState.commit for all of them at once."""
-        self._step.commit(kept)
+    def commit(self, kept: Mapping[int, KeptRows], streams: Tensor, state: SlotState) -> None:
+        """See engine.model.Trunk.commit: all slots at once. The streams are the last window's."""
+        assert self.step.owns(streams)
+        self.step.commit(kept)
 
 
 class CudaDraft:
     """The interface of engine.mtp.DraftLayer; logits and streams are overwritten by the next call."""
 
     def __init__(self, step: CudaStep, prefill: Prefill) -> None:
-        self._step = step
+        self.step = step
         self._prefill = prefill
 
     def read_chunk(
@@ -67,13 +81,23 @@ class CudaDraft:
 
     def read_rows(self, ids: Tensor, streams: Tensor, rows: Rows, state: SlotState) -> None:
         """See engine.mtp.DraftLayer.read_rows."""
-        self._step.read_rows(ids, streams, rows.slots, rows.counts(), _starts(rows))
+        self.step.read_rows(ids, streams, rows.slots, rows.counts(), _starts(rows))
 
     def draft(
         self, ids: Tensor, streams: Tensor, rows: Rows, last: Tensor, state: SlotState
     ) -> tuple[Tensor, Tensor]:
         """See engine.mtp.DraftLayer.draft."""
-        return self._step.draft(ids, streams, rows.slots, rows.counts(), _starts(rows))
+        return self.step.draft(ids, streams, rows.slots, rows.counts(), _starts(rows))
+
+    def can_pick(self, row: PickRow) -> bool:
+        """See engine.steps.DraftChain."""
+        return can_pick(row)
+
+    def chain(
+        self, ids: Tensor, streams: Tensor, rows: Rows, picks: Sequence[Sequence[PickRow]]
+    ) -> list[Picks]:
+        """See engine.steps.DraftChain."""
+        return self.step.chain(ids, streams, rows.slots, rows.counts(), _starts(rows), picks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +107,61 @@ class CudaBackend:
     trunk: CudaTrunk
     draft: CudaDraft | None
     step: CudaStep
+    prefill: Prefill
+
+    def prepare(self) -> None:
+        """Compile the kernels and capture the graphs. Spoils all slots: call it before any is seated."""
+        self.step.prepare()
+        self.prefill.prepare()
+
+    @property
+    def name(self) -> str:
+        """What computes, with all that decides the numbers."""
+        return f"Triton {triton.__version__} kernels, experts in 4 bits"
+
+    @property
+    def part_bytes(self) -> dict[str, int]:
+        """Bytes as held, by the names of `planned_cuda_lines`."""
+        return {**weight_parts(self.step.model), BUFFERS: self.step.num_bytes}
+
+
+def planned_cuda_lines(
+    source: TensorSource, spec: ModelSpec, limits: Limits
+) -> tuple[PlanLine, ...]:
+    """What a backend will take beside the slots' state, by part. Loads nothing.
+
+    Built as it will be, of tensors without memory.
+    """
+    nowhere = torch.device("meta")
+    names = NamesOnly(source)
+    with_draft = limits.max_draft > 0
+    loader = CudaLoader(names, spec, device=nowhere, max_context=limits.max_context)
+    model = loader.load(with_draft=with_draft)
+    state = SlotState(
+        spec,
+        num_slots=limits.num_slots,
+        max_context=limits.max_context,
+        dtype=torch.bfloat16,
+        kv_dtype=torch.bfloat16,
+        device=nowhere,
+    )
+    step = CudaStep(model, state, spec.vocab_size, graphs=False)
+    held = {**weight_parts(model), BUFFERS: step.num_bytes}
+    lines = [
+        PlanLine(
+            name=name,
+            num_bytes=num_bytes,
+            step=Step.WEIGHTS,
+            place=Place.HOST if name == TABLE else Place.DEVICE,
+        )
+        for name, num_bytes in held.items()
+    ]
+    piece = chunk_bytes(spec, limits.piece_tokens, limits.max_context)
+    lines += [
+        PlanLine(name="library workspace", num_bytes=_WORKSPACE_BYTES, step=Step.WEIGHTS),
+        PlanLine(name="prefill buffers", num_bytes=piece, step=Step.PROMPT),
+    ]
+    return tuple(lines)
 
 
 def load_cuda_model(
@@ -92,15 +171,17 @@ def load_cuda_model(
     device: torch.device,
     max_context: int,
     with_draft: bool,
+    random: RandomTensors | None = None,
 ) -> CudaModel:
-    """Read a checkpoint; experts become 4-bit. Raises WeightMismatch."""
-    return CudaLoader(source, spec, device=device, max_context=max_context).load(
-        with_draft=with_draft
-    )
+    """Read a checkpoint; experts become 4-bit. random: see CudaLoader. Raises WeightMismatch."""
+    loader = CudaLoader(source, spec, device=device, max_context=max_context, random=random)
+    return loader.load(with_draft=with_draft)
 
 
-def build_cuda_step(model: CudaModel, state: SlotState, *, graphs: bool = True) -> CudaBackend:
-    """Trunk, draft layer and graphs over `state`.
+def build_cuda_step(
+    model: CudaModel, state: SlotState, *, num_token_ids: int, graphs: bool = True
+) -> CudaBackend:
+    """Trunk, draft layer and graphs over `state`; num_token_ids: see CudaStep.
 
     Raises ConfigMismatch unless state and K/V are bf16 on a CUDA device.
     """
@@ -111,10 +192,10 @@ def build_cuda_step(model: CudaModel, state: SlotState, *, graphs: bool = True) 
             )
     if graphs and state.device.type != "cuda":
         raise ConfigMismatch(f"--device: found {state.device}, required cuda for the CUDA kernels")
-    step = CudaStep(model, state, graphs=graphs)
+    step = CudaStep(model, state, num_token_ids, graphs=graphs)
     prefill = Prefill(model, state)
     draft = CudaDraft(step, prefill) if model.draft is not None else None
-    return CudaBackend(trunk=CudaTrunk(step, prefill), draft=draft, step=step)
+    return CudaBackend(trunk=CudaTrunk(step, prefill), draft=draft, step=step, prefill=prefill)
 
 
 def _starts(rows: Rows) -> list[int]:

@@ -15,22 +15,32 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 
+from engine.config import EngineConfig
+from engine.cuda.backend import CudaTrunk
 from engine.cuda.gdn import gdn_window
 from engine.cuda.layout import MAX_ROWS
 from engine.cuda.moe import ExpertTiling, multiply_experts, route
-from engine.cuda.picks import PickInputs, pick
 from engine.cuda.prefill import Prefill
 from engine.cuda.products import product, product_into_streams
 from engine.cuda.qsa import attend
 from engine.cuda.random_model import REAL_CONFIG, RandomTensors, real_spec
-from engine.cuda.step import ChainPicks, CudaStep
-from engine.cuda.weights import CudaLoader, CudaModel
-from engine.state import SlotState
+from engine.interface import SamplingParams
+from engine.loading import assemble, load_cuda_step, machine_of
+from engine.memory_plan import MIB
+from engine.sampling import PickRow
+from engine.state import KeptRows
+
+if TYPE_CHECKING:
+    from engine.cuda.step import CudaStep
+    from engine.cuda.weights import CudaModel
+    from engine.engine import TorchEngine
+    from engine.startup import StartupMarks
+    from engine.state import SlotState
 
 _LAYOUTS = ((1,), (1, 1, 1, 1), (5,), (5, 5, 5, 5))
 _CONTEXTS = (512, 8192)
@@ -45,6 +55,8 @@ class Bench:
     model: CudaModel
     state: SlotState
     step: CudaStep
+    engine: TorchEngine
+    marks: StartupMarks
     copy_rate: float
     """Bytes per second, read and written."""
 
@@ -88,21 +100,43 @@ def make(layers: int, max_context: int, num_slots: int) -> Bench:
     torch.cuda.empty_cache()
     source = RandomTensors(device)
     spec = real_spec(num_hidden_layers=layers)
-    loader = CudaLoader(
-        source, spec, device=device, max_context=max_context, random=source, host_table=True
+    config = EngineConfig(device="cuda", num_slots=num_slots, max_context=max_context)
+    began = time.perf_counter()
+    loaded = load_cuda_step(
+        source, config, spec, machine_of(device), device, spec.vocab_size, random=source
     )
-    model = loader.load(with_draft=True)
-    state = SlotState(
-        spec,
-        num_slots=num_slots,
-        max_context=max_context,
-        dtype=torch.bfloat16,
-        kv_dtype=torch.bfloat16,
-        device=device,
-    )
-    for tensor in (state.k, state.v, state.index_blocks, state.index_ring):
+    engine = assemble(config, spec, loaded, began)
+    engine.rehearse(loaded.marks)
+    trunk = engine.steps
+    assert isinstance(trunk, CudaTrunk)
+    for tensor in (engine.state.k, engine.state.v):
         tensor.normal_()
-    return Bench(model, state, CudaStep(model, state), rate)
+    for tensor in (engine.state.index_blocks, engine.state.index_ring):
+        tensor.normal_()
+    return Bench(trunk.step.model, engine.state, trunk.step, engine, loaded.marks, rate)
+
+
+def start(bench: Bench) -> list[dict[str, Any]]:
+    """What the start took at each checkpoint and what the device gave altogether, MiB."""
+    marks = [
+        {
+            "checkpoint": str(mark.step),
+            "planned_mib": mark.planned_bytes / MIB,
+            "actual_mib": mark.actual_bytes / MIB,
+        }
+        for mark in bench.marks.marks
+    ]
+    free, total = torch.cuda.mem_get_info()
+    reserved = torch.cuda.memory_reserved()
+    return [
+        *marks,
+        {
+            "seconds": bench.engine.info.load_s,
+            "device_mib": (total - free) / MIB,
+            "reserved_mib": reserved / MIB,
+        },
+        *({"line": x.name, "mib": x.planned_bytes / MIB} for x in bench.engine.info.memory_plan),
+    ]
 
 
 def random_ids(model: CudaModel, rows: int) -> torch.Tensor:
@@ -280,15 +314,7 @@ def drafts(bench: Bench) -> list[dict[str, Any]]:
     for slots in (1, 4):
         ids = torch.randint(4, spec.vocab_size, (slots,), device="cuda")
         streams = torch.randn(slots, spec.stream_width, device="cuda", dtype=torch.bfloat16)
-        zeros = [0] * slots
-        picks = ChainPicks(
-            keys=[list(range(j, j + slots)) for j in range(4)],
-            temperatures=[1.0] * slots,
-            top_ks=zeros,
-            top_ps=[1.0] * slots,
-            min_ps=[0.0] * slots,
-            num_token_ids=spec.vocab_size,
-        )
+        picks = [[_pick_row(j + slot) for slot in range(slots)] for j in range(4)]
         args = (ids, streams, list(range(slots)), [1] * slots, [512] * slots, picks)
         step.chain(*args)
         found.append(
@@ -298,7 +324,7 @@ def drafts(bench: Bench) -> list[dict[str, Any]]:
                 "ms": _host_ms(lambda a=args: step.chain(*a)),
             }
         )
-        kept = dict.fromkeys(range(slots), 5)
+        kept = {slot: KeptRows(5 * slot, 5) for slot in range(slots)}
         step.commit(kept)
         found.append(
             {
@@ -307,15 +333,19 @@ def drafts(bench: Bench) -> list[dict[str, Any]]:
                 "ms": _host_ms(lambda k=kept: step.commit(k)),
             }
         )
-    logits = torch.randn(MAX_ROWS, spec.vocab_size, device="cuda")
-    ones = torch.ones(MAX_ROWS, dtype=torch.float64, device="cuda")
-    keys = torch.arange(MAX_ROWS, device="cuda")
-    inputs = PickInputs(keys, ones, torch.zeros_like(keys), ones, ones - 1)
-    work = captured(
-        lambda: None if pick(logits, inputs, spec.vocab_size, truncated=False) else None
-    )
-    found.append({"what": "sampling 20 rows, all ids", "slots": 4, "ms": median_ms(work)})
+    logits = step.logits(MAX_ROWS)
+    logits.normal_()
+    rows = [_pick_row(i) for i in range(MAX_ROWS)]
+    few = [_pick_row(i, top_k=20, top_p=0.95) for i in range(MAX_ROWS)]
+    for what, chosen in (("sampling 20 rows, all ids", rows), ("sampling 20 rows, top 20", few)):
+        ms = _host_ms(lambda c=chosen: step.pick(logits, c))
+        found.append({"what": f"{what}, host included", "slots": 4, "ms": ms})
     return found
+
+
+def _pick_row(seed: int, **params: float) -> PickRow:
+    chosen = SamplingParams(temperature=1.0, seed=seed, **params)  # type: ignore[arg-type]
+    return PickRow(params=chosen, position=0, num_output=0, history=None)
 
 
 def _host_ms(work: Callable[[], object]) -> float:
@@ -462,6 +492,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--hf-layers", type=int, default=8, help="0 leaves transformers out")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--parts", default="all", help="names of what to measure, with commas")
     options = parser.parse_args()
     bench = make(options.layers, max_context=33_000, num_slots=4)
     results: dict[str, Any] = {
@@ -485,12 +516,18 @@ def main() -> None:
             for name in ("device", "torch", "triton", "copy_tb_per_s", "weights_gib")
         },
     )
-    note("windows", windows(bench))
-    note("drafts", drafts(bench))
-    note("rates", rates(results["windows"], results["drafts"]))
-    note("parts", parts(bench, 1) + parts(bench, 20))
-    note("parking", parking(bench))
-    note("prefill", prefills(bench))
+    wanted: list[tuple[str, Callable[[], Any]]] = [
+        ("start", lambda: start(bench)),
+        ("windows", lambda: windows(bench)),
+        ("drafts", lambda: drafts(bench)),
+        ("rates", lambda: rates(results["windows"], results["drafts"])),
+        ("parts", lambda: parts(bench, 1) + parts(bench, 20)),
+        ("parking", lambda: parking(bench)),
+        ("prefill", lambda: prefills(bench)),
+    ]
+    for name, measure in wanted:
+        if options.parts == "all" or name in options.parts.split(","):
+            note(name, measure())
     if options.hf_layers:
         del bench
         torch.cuda.empty_cache()

@@ -1,4 +1,7 @@
-"""Kernels that read a prompt piece: what between its matrix products the libraries have no fast operation for."""
+"""Kernels that read a prompt piece: what between its matrix products the libraries have no fast operation for.
+
+Numbers that differ from piece to piece are not specialised on: a kernel is compiled once, before anything is served.
+"""
 
 # Kernels are another language in Python's clothes.
 # pyright: reportUnknownParameterType=false, reportMissingParameterType=false
@@ -25,7 +28,8 @@ if TYPE_CHECKING:
     from engine.model_spec import MoeSpec, QsaSpec
     from engine.state import SlotState
 
-_CHUNK = 64
+DELTA_ROWS = 64
+"""Rows that the delta rule takes at once."""
 _EXPERT_ROWS = 64
 
 
@@ -63,7 +67,7 @@ def mix_streams(up: Tensor, normed: Tensor, num_streams: int) -> Tensor:
     return out
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "CHUNKS"])
 def _solve(
     qkv,
     gates,
@@ -117,7 +121,7 @@ def _solve(
     tl.store(inverse + square, solved)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "CHUNKS"])
 def _scan(
     qkv,
     gates,
@@ -189,9 +193,9 @@ def delta_rule(qkv: Tensor, gates: Tensor, s: Tensor, num_key_heads: int) -> Ten
     """
     num_values, dk, dv = s.shape
     num_rows, channels = qkv.shape
-    chunks = triton.cdiv(num_rows, _CHUNK)
-    inverse, scores = torch.empty(2, num_values, chunks, _CHUNK, _CHUNK, device=qkv.device)
-    totals = torch.empty(num_values, chunks, _CHUNK, device=qkv.device)
+    chunks = triton.cdiv(num_rows, DELTA_ROWS)
+    inverse, scores = torch.empty(2, num_values, chunks, DELTA_ROWS, DELTA_ROWS, device=qkv.device)
+    totals = torch.empty(num_values, chunks, DELTA_ROWS, device=qkv.device)
     out = torch.empty(num_rows, num_values * dv, device=qkv.device)
     pk = max(16, triton.next_power_of_2(dk))
     common = {
@@ -199,7 +203,7 @@ def delta_rule(qkv: Tensor, gates: Tensor, s: Tensor, num_key_heads: int) -> Ten
         "REPEAT": num_values // num_key_heads,
         "DK": dk,
         "C": channels,
-        "L": _CHUNK,
+        "L": DELTA_ROWS,
         "PK": pk,
         "OVERLAP": LAUNCH.overlap,
     }
@@ -225,7 +229,7 @@ def delta_rule(qkv: Tensor, gates: Tensor, s: Tensor, num_key_heads: int) -> Ten
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "num_blocks"])
 def _scores(
     index_q,
     blocks,
@@ -262,7 +266,7 @@ def _scores(
         tl.store(out + r[:, None].to(tl.int64) * num_blocks + b[None, :], total, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start", "T", "words"])
 def _attend(
     q,
     k_cache,

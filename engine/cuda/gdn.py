@@ -20,6 +20,9 @@ from torch import Tensor
 
 from engine.cuda.primitives import LAUNCH, sigmoid, wait
 
+GATE_ROWS = 64
+"""Most rows whose output is normed and gated head by head."""
+
 if TYPE_CHECKING:
     from engine.cuda.layout import WindowLayout
     from engine.model_spec import GdnSpec
@@ -169,7 +172,7 @@ def _steps(
             tl.store(
                 out + row * (V * DV) + head * DV + iv, old + tl.sum(q * k, 0) * delta, mask=in_v
             )
-            state += k[:, None] * delta[None, :]
+            state = tl.fma(k[:, None], delta[None, :], state)
             if j == 0:
                 tl.store(own_s, state, mask=both)
             else:
@@ -246,7 +249,9 @@ def _replay(
             at = (place * ROWS + j) * V + head
             k = tl.load(replay_k + at * DK + ik, mask=ik < DK, other=0.0)
             delta = tl.load(replay_delta + at * DV + iv, mask=iv < DV, other=0.0)
-            state = state * tl.load(replay_factor + at) + k[:, None] * delta[None, :]
+            # As in `_steps`: rounded after the decay, then one fused multiply and add.
+            state = state * tl.load(replay_factor + at)
+            state = tl.fma(k[:, None], delta[None, :], state)
         tl.store(own, state, mask=both)
 
 
@@ -274,6 +279,29 @@ def _shift(
         rows = tl.load(own + count * C, mask=inside, other=0.0)
         tl.debug_barrier()
         tl.store(own, rows, mask=inside)
+
+
+@triton.jit
+def _keep_streams(
+    streams,
+    pending,
+    kept,
+    firsts,
+    ROWS: tl.constexpr,
+    W: tl.constexpr,
+    BC: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Grid (slots * ROWS, tiles of columns): pending [slots, ROWS, W] of a slot's kept rows."""
+    place = tl.program_id(0)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    wait(OVERLAP)
+    slot = place // ROWS
+    row = place % ROWS
+    if row < tl.load(kept + slot):
+        source = streams + (tl.load(firsts + slot) + row).to(tl.int64) * W
+        value = tl.load(source + c, mask=c < W)
+        tl.store(pending + place.to(tl.int64) * W + c, value, mask=c < W)
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,7 +425,7 @@ def gate_heads(
     """x fp32 [R, V*dv] -> out bf16 [R, V*dv], normed per head and gated by z of `projected`."""
     num_rows = projected.shape[0]
     # A program per head while there are few rows, so that the chip is full; else it would only be full of starts.
-    tile = 1 if num_rows <= 64 else 16
+    tile = 1 if num_rows <= GATE_ROWS else 16
     _gate[(num_rows, triton.cdiv(spec.num_value_heads, tile))](
         x,
         projected,
@@ -439,6 +467,28 @@ def commit_rows(state: SlotState, kept: Tensor, spec: GdnSpec) -> None:
         _shift_history(state.conv, state.conv_history, kept)
     if state.ple.shape[0]:
         _shift_history(state.ple, state.ple_history, kept)
+
+
+def keep_streams(state: SlotState, streams: Tensor, kept: Tensor, firsts: Tensor) -> None:
+    """state.pending of the kept rows from a window's streams [R, S*H]; firsts int32 [slots]: a slot's first row.
+
+    Slots without kept rows are left alone: parked state may be on its way into them.
+    """
+    slots, rows, width = state.pending.shape
+    if not slots:
+        return
+    tile = 1024
+    _keep_streams[(slots * rows, triton.cdiv(width, tile))](
+        streams,
+        state.pending,
+        kept,
+        firsts,
+        ROWS=rows,
+        W=width,
+        BC=tile,
+        OVERLAP=LAUNCH.overlap,
+        **LAUNCH.options(4, 1),
+    )
 
 
 def _shift_history(buffer: Tensor, history: int, kept: Tensor) -> None:

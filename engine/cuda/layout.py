@@ -24,7 +24,6 @@ class WindowLayout:
     """
 
     __slots__ = (
-        "_host",
         "counts",
         "firsts",
         "lasts",
@@ -40,8 +39,6 @@ class WindowLayout:
         self.num_places = num_places
         size = 4 * num_places + 3 * MAX_ROWS
         self.packed = torch.zeros(size, dtype=torch.int32, device=device)
-        pin = device.type == "cuda"
-        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=pin)
         sizes = [num_places] * 4 + [MAX_ROWS] * 3
         views = self.packed.split(sizes)
         self.slots, self.firsts, self.counts, self.lasts = views[:4]
@@ -68,8 +65,5 @@ class WindowLayout:
         values += [slots[b] for b, _ in rows] + [0] * unused
         values += [starts[b] + j for b, j in rows] + [0] * unused
         values += [firsts[b] for b, _ in rows] + [0] * unused
-        if self.packed.device.type == "cuda":
-            # The last copy may still be reading the pinned buffer.
-            torch.cuda.current_stream().synchronize()
-        self._host.copy_(torch.tensor(values, dtype=torch.int32))
-        self.packed.copy_(self._host, non_blocking=True)
+        # Memory that is not pinned is copied before the call returns, and nobody waits for the device.
+        self.packed.copy_(torch.tensor(values, dtype=torch.int32), non_blocking=True)

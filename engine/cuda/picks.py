@@ -1,4 +1,4 @@
-"""Draft picks on the device: the noise and the choice of engine.sampling, for rows without history or grammar.
+"""Picks on the device: the noise and the choice of engine.sampling, for rows without history or grammar.
 
 A row's noise key, temperature and truncation come as device tensors, so a chain picks and feeds itself without the
 host. Equal integers give equal noise; logarithms may differ from the host's in the last bit.
@@ -11,13 +11,21 @@ host. Equal integers give equal noise; logarithms may differ from the host's in 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from engine.cuda.primitives import LAUNCH, wait
+from engine.sampling import row_key
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from engine.sampling import PickRow
 
 _TILE = 2048
 TOP = 64
@@ -38,6 +46,39 @@ class PickInputs:
     top_ks: Tensor
     top_ps: Tensor
     min_ps: Tensor
+
+
+class PickTable:
+    """PickInputs of some steps of some rows in memory that graphs read: one copy from the host fills it."""
+
+    def __init__(self, num_steps: int, num_rows: int, device: torch.device) -> None:
+        self._num_steps = num_steps
+        self.packed = torch.zeros(num_steps + 4, num_rows, dtype=torch.int64, device=device)
+
+    def fill(self, steps: Sequence[Sequence[PickRow]]) -> bool:
+        """By step, then by row; rows that are not there repeat the first. Whether any row keeps only some ids."""
+        num_steps, rows = self._num_steps, steps[0]
+        host = np.zeros(self.packed.shape, np.int64)
+        sampled = [row.params.temperature > 0 for row in rows]
+        for step, picks in enumerate(steps):
+            keys = [row_key(row.params.seed, row.position) for row in picks]
+            host[step, : len(rows)] = np.array(keys, np.uint64).view(np.int64)
+        columns = host[num_steps:, : len(rows)]
+        columns[1] = [row.params.top_k * yes for row, yes in zip(rows, sampled, strict=True)]
+        for place, name in ((0, "temperature"), (2, "top_p"), (3, "min_p")):
+            values = [getattr(row.params, name) for row in rows]
+            columns[place] = np.array(values, np.float64).view(np.int64)
+        host[:, len(rows) :] = host[:, :1]
+        # Memory that is not pinned is copied before the call returns, and nobody waits for the device.
+        self.packed.copy_(torch.from_numpy(host), non_blocking=True)
+        return bool(columns[1].any())
+
+    def inputs(self, step: int, num_rows: int) -> PickInputs:
+        """Of the first rows in one step."""
+        columns = self.packed[self._num_steps :, :num_rows]
+        temperatures, top_ps, min_ps = (columns[i].view(torch.float64) for i in (0, 2, 3))
+        keys = self.packed[step, :num_rows]
+        return PickInputs(keys, temperatures, columns[1], top_ps, min_ps)
 
 
 @triton.jit
@@ -66,19 +107,28 @@ def _best_of_tile(
     BV: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid (rows, tiles): each tile's best noisy logit, and its share of the softmax's sum over all V."""
+    """Grid (rows, tiles): each tile's best noisy logit, and its share of the softmax's sum over the ids.
+
+    A share is no number if one of the tile's logits is not finite, of ids that are never picked too.
+    """
     row = tl.program_id(0)
     tile = tl.program_id(1)
     v = tile * BV + tl.arange(0, BV)
     wait(OVERLAP)
-    logit = tl.load(logits + row.to(tl.int64) * V + v, mask=v < V, other=-float("inf"))
-    largest = tl.max(logit, 0)
-    tl.store(maxima + row * TILES + tile, largest)
-    tl.store(sums + row * TILES + tile, tl.sum(tl.where(v < V, tl.exp(logit - largest), 0.0), 0))
+    logit = tl.load(logits + row.to(tl.int64) * V + v, mask=v < V, other=0.0)
     temperature = tl.load(temperatures + row)
     wide = logit.to(tl.float64)
     if temperature > 0:
-        wide = wide / temperature + _gumbel(tl.load(keys + row), v.to(tl.int64))
+        wide = wide / temperature
+    share = tl.where(v < NUM_IDS, wide.to(tl.float32), -1e30)
+    largest = tl.max(share, 0)
+    total = tl.sum(tl.where(v < NUM_IDS, tl.exp(share - largest), 0.0), 0)
+    # Not `>=`: that is false for what is no number as well.
+    strange = tl.sum((~(tl.abs(logit) < float("inf"))).to(tl.int32), 0)
+    tl.store(maxima + row * TILES + tile, largest)
+    tl.store(sums + row * TILES + tile, tl.where(strange > 0, float("nan"), total))
+    if temperature > 0:
+        wide += _gumbel(tl.load(keys + row), v.to(tl.int64))
     wide = tl.where(v < NUM_IDS, wide, -float("inf"))
     best = tl.max(wide, 0)
     tl.store(values + row * TILES + tile, best)
@@ -88,6 +138,7 @@ def _best_of_tile(
 @triton.jit
 def _best_of_row(
     logits,
+    temperatures,
     values,
     ids_in,
     maxima,
@@ -99,7 +150,7 @@ def _best_of_row(
     PT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid (rows): pick int64 and its probability under the plain softmax fp32."""
+    """Grid (rows): pick int64 and its probability among all ids fp32."""
     row = tl.program_id(0)
     t = tl.arange(0, PT)
     wait(OVERLAP)
@@ -108,12 +159,15 @@ def _best_of_row(
     index = tl.load(ids_in + row * TILES + t, mask=inside, other=V)
     best = tl.max(value, 0)
     pick = tl.minimum(tl.min(tl.where(value == best, index, V), 0), V - 1)
-    maximum = tl.load(maxima + row * TILES + t, mask=inside, other=-float("inf"))
+    maximum = tl.load(maxima + row * TILES + t, mask=inside, other=-1e30)
     largest = tl.max(maximum, 0)
     total = tl.sum(
         tl.load(sums + row * TILES + t, mask=inside, other=0.0) * tl.exp(maximum - largest), 0
     )
     chosen = tl.load(logits + row.to(tl.int64) * V + pick)
+    temperature = tl.load(temperatures + row)
+    if temperature > 0:
+        chosen = (chosen.to(tl.float64) / temperature).to(tl.float32)
     tl.store(picks + row, pick.to(tl.int64))
     tl.store(probabilities + row, tl.exp(chosen - largest) / total)
 
@@ -121,9 +175,10 @@ def _best_of_row(
 def pick(
     logits: Tensor, inputs: PickInputs, num_token_ids: int, *, truncated: bool
 ) -> tuple[Tensor, Tensor]:
-    """logits fp32 [B, vocab] -> picked ids int64 [B] and their plain probabilities fp32 [B]. No host sync.
+    """logits fp32 [B, vocab] -> picked ids int64 [B] and their probabilities fp32 [B] (RowPicker.pick). No host sync.
 
-    `truncated` rows have 0 < top_k <= TOP, or are greedy; without it every row takes all ids.
+    A probability is no number if one of the row's logits is not finite. truncated: rows with 0 < top_k <= TOP keep
+    those, and of them what top_p and min_p leave; the others, and without it all rows, take every id.
     """
     num_rows, vocab = logits.shape
     tiles = triton.cdiv(vocab, _TILE)
@@ -150,6 +205,7 @@ def pick(
     )
     _best_of_row[(num_rows,)](
         logits,
+        inputs.temperatures,
         values,
         ids,
         maxima,
@@ -164,13 +220,15 @@ def pick(
     )
     if not truncated:
         return picks, probabilities
-    chosen = torch.where(inputs.temperatures > 0, _truncated(logits, inputs, num_token_ids), picks)
-    plain = (logits.gather(1, chosen.unsqueeze(1)).squeeze(1) - logits.logsumexp(-1)).exp()
-    return chosen, plain
+    few = inputs.top_ks > 0
+    chosen, shares = _truncated(logits, inputs, num_token_ids)
+    # Keeps what says that a logit is not finite.
+    shares = torch.where(probabilities.isnan(), probabilities, shares)
+    return torch.where(few, chosen, picks), torch.where(few, shares, probabilities)
 
 
-def _truncated(logits: Tensor, inputs: PickInputs, num_token_ids: int) -> Tensor:
-    """As engine.sampling picks among the top_k; ids int64 [B]."""
+def _truncated(logits: Tensor, inputs: PickInputs, num_token_ids: int) -> tuple[Tensor, Tensor]:
+    """As engine.sampling picks among the top_k: ids int64 [B] and probabilities fp32 [B]; any for rows without."""
     values, ids = logits[:, :num_token_ids].topk(min(TOP, num_token_ids), dim=-1)
     ids, order = ids.sort(dim=-1)
     values, again = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
@@ -185,9 +243,10 @@ def _truncated(logits: Tensor, inputs: PickInputs, num_token_ids: int) -> Tensor
         probabilities >= inputs.min_ps.unsqueeze(1) * probabilities[:, :1]
     )
     kept[:, 0] = True
-    noisy = scaled + _noise(inputs.keys.unsqueeze(1), ids)
-    best = noisy.masked_fill(~kept, float("-inf")).argmax(-1, keepdim=True)
-    return ids.gather(1, best).squeeze(1)
+    scaled = scaled.masked_fill(~kept, float("-inf"))
+    best = (scaled + _noise(inputs.keys.unsqueeze(1), ids)).argmax(-1, keepdim=True)
+    share = scaled.gather(1, best) - scaled.logsumexp(-1, keepdim=True)
+    return ids.gather(1, best).squeeze(1), share.exp().squeeze(1).to(torch.float32)
 
 
 def _noise(keys: Tensor, ids: Tensor) -> Tensor:

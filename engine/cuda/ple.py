@@ -193,6 +193,26 @@ def _convolve(
     tl.store(at, tl.load(at, mask=inside, other=0.0).to(tl.float32) + added, mask=inside)
 
 
+def gather_rows(ids: Tensor, weights: PleWeights, spec: PleSpec, out: Tensor) -> None:
+    """ids int64 [T, context + 1] -> the table's rows bf16 [T, heads * head dim]."""
+    _gather[(ids.shape[0], spec.num_heads)](
+        ids,
+        weights.table,
+        weights.multipliers,
+        weights.sizes,
+        weights.offsets,
+        out,
+        spec.eos_id,
+        CONTEXT=spec.ngram_size - 1,
+        PER_NGRAM=spec.heads_per_ngram,
+        HEADS=spec.num_heads,
+        D=spec.head_dim,
+        PD=triton.next_power_of_2(spec.head_dim),
+        OVERLAP=LAUNCH.overlap,
+        **LAUNCH.options(1, 1),
+    )
+
+
 def ple_into_streams(
     streams: Tensor,
     ids: Tensor,
@@ -209,22 +229,7 @@ def ple_into_streams(
     num_rows, wide = streams.shape
     hidden = wide // num_streams
     embedded = scratch.embedded[:num_rows]
-    _gather[(num_rows, spec.num_heads)](
-        ids,
-        weights.table,
-        weights.multipliers,
-        weights.sizes,
-        weights.offsets,
-        embedded,
-        spec.eos_id,
-        CONTEXT=spec.ngram_size - 1,
-        PER_NGRAM=spec.heads_per_ngram,
-        HEADS=spec.num_heads,
-        D=spec.head_dim,
-        PD=triton.next_power_of_2(spec.head_dim),
-        OVERLAP=LAUNCH.overlap,
-        **LAUNCH.options(1, 1),
-    )
+    gather_rows(ids, weights, spec, embedded)
     key_value = product(embedded, weights.key_value, scratch.key_value[:num_rows], products)
     buffer = state.ple[weights.index]
     history = state.ple_history

@@ -8,12 +8,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.cuda.chunk_kernels import attend_chunk, delta_rule, experts_into_streams, mix_streams
-from engine.cuda.gdn import convolve_heads, gate_heads
+from engine.cuda.chunk_kernels import (
+    DELTA_ROWS,
+    attend_chunk,
+    delta_rule,
+    experts_into_streams,
+    mix_streams,
+)
+from engine.cuda.gdn import GATE_ROWS, convolve_heads, gate_heads
 from engine.cuda.moe import route_into
 from engine.cuda.norm import norm_rows
+from engine.cuda.ple import gather_rows
 from engine.cuda.qsa import write_chunk_cells
-from engine.layers.ple import NgramHash
 from engine.layers.residual import write_back
 
 if TYPE_CHECKING:
@@ -23,7 +29,36 @@ if TYPE_CHECKING:
     from engine.cuda.qsa import QsaWeights
     from engine.cuda.residual import ResidualWeights
     from engine.cuda.weights import CudaLayer, CudaModel
+    from engine.model_spec import ModelSpec
     from engine.state import SlotState
+
+
+def chunk_bytes(spec: ModelSpec, num_rows: int, max_context: int) -> int:
+    """Most bytes that are alive together while a piece of so many rows is read where a context ends.
+
+    Each sum counts the tensors of one block at its widest point; streams, mixed rows and ids live beside it.
+    """
+    gdn, qsa, moe, wide = spec.gdn, spec.qsa, spec.moe, spec.stream_width
+    half, fp32, int64 = 2, 4, 8
+    projected = gdn.conv_channels + gdn.value_channels + 2 * gdn.num_value_heads
+    squares = gdn.num_value_heads * (2 * DELTA_ROWS + 1)
+    queries = qsa.num_heads * qsa.head_dim
+    indexed = (qsa.num_index_heads + 1) * qsa.index_dim
+    num_blocks = max_context // qsa.block_tokens if max_context > qsa.dense_tokens else 0
+    head = moe.num_experts + 1 + 2 * moe.shared_dim
+    per_row = {
+        "gdn": half * projected
+        + fp32 * (gdn.conv_channels + 2 * gdn.num_value_heads + squares + gdn.value_channels),
+        "qsa": half * (4 * queries + 2 * qsa.num_kv_heads * qsa.head_dim + 2 * indexed)
+        + fp32 * (num_blocks + -(-num_blocks // 16)),
+        "moe": half * (head + moe.shared_dim + spec.hidden)
+        + moe.num_active * (half * (moe.expert_dim + spec.hidden) + 4 * int64),
+        "residual": half * (2 * wide + 2 * spec.mix_rank + spec.hidden),
+        "ple": 20 * wide + half * (spec.hidden + spec.ple.embed_dim) if spec.ple else 0,
+        "draft layer": half * 4 * wide if spec.num_draft_layers else 0,
+    }
+    beside = half * (wide + 2 * spec.hidden) + int64 * (spec.ple.ngram_size if spec.ple else 1)
+    return num_rows * (beside + max(per_row.values()))
 
 
 class Prefill:
@@ -33,10 +68,19 @@ class Prefill:
         self._model = model
         self._spec = model.spec
         self._state = state
-        ple = model.spec.ple
-        self._hashes = (
-            tuple(NgramHash(ple, i, state.device) for i in range(len(ple.layer_ids))) if ple else ()
-        )
+
+    def prepare(self) -> None:
+        """Compile every kernel for pieces of one row and of many, but for those that select blocks.
+
+        Spoils slot 0. The rest is compiled by a piece at the end of the context.
+        """
+        context = self._spec.ple.ngram_size if self._spec.ple else 1
+        for num_rows in (1, GATE_ROWS + 1):
+            ids = torch.zeros(num_rows, context, dtype=torch.int64, device=self._state.device)
+            streams = self.chunk(ids, 0, 0)
+            if self._model.draft is not None:
+                self.draft_cells(ids[:, -1], streams, 0, 0)
+            self.logits(streams[-1:])
 
     def chunk(self, ids: Tensor, slot: int, start: int) -> Tensor:
         """ids int64 [T, context + 1] at positions [start, start + T) -> streams bf16 [T, S*H]."""
@@ -165,12 +209,8 @@ class Prefill:
         """streams += the injection, in place; advances the slot's convolution history."""
         spec, ple, state = self._spec, self._spec.ple, self._state
         assert ple is not None
-        rows = self._hashes[weights.index].rows(ids)
-        embedded = (
-            weights.table[rows.to(weights.table.device).flatten()]
-            .to(streams.device)
-            .view(ids.shape[0], -1)
-        )
+        embedded = streams.new_empty(ids.shape[0], ple.embed_dim)
+        gather_rows(ids, weights, ple, embedded)
         parts = F.linear(embedded, weights.key_value)
         key, value = parts.split([streams.shape[1], spec.hidden], dim=-1)
         groups = spec.num_streams

@@ -292,7 +292,7 @@ def _score(
             tl.store(scores + row.to(tl.int64) * num_blocks + b, total, mask=b < complete)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def _select(
     scores,
     chosen,

@@ -6,30 +6,33 @@ tensors. Trunk and draft layer of one model share one CudaStep.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from engine.cuda.gdn import GdnScratch, commit_rows, gdn_window
+from engine.cuda.gdn import GdnScratch, commit_rows, gdn_window, keep_streams
 from engine.cuda.layout import MAX_ROWS, WindowLayout
 from engine.cuda.moe import MoeScratch, moe_into_streams
 from engine.cuda.norm import norm_rows
-from engine.cuda.picks import PickInputs, pick
+from engine.cuda.picks import PickTable, pick
 from engine.cuda.ple import PleScratch, ple_into_streams
 from engine.cuda.products import ProductScratch, product, product_into_streams
 from engine.cuda.qsa import QsaScratch, attend, write_cells
 from engine.cuda.residual import ResidualScratch, read_streams
+from engine.cuda.sizes import tensor_bytes
 from engine.interface import MAX_SLOTS, MAX_SPEC
-from engine.state import WINDOW_ROWS
+from engine.sampling import Picks
+from engine.state import WINDOW_ROWS, KeptRows
 
 if TYPE_CHECKING:
     from engine.cuda.qsa import QsaWeights
     from engine.cuda.residual import ResidualWeights
     from engine.cuda.weights import CudaDraftLayer, CudaModel
     from engine.model_spec import ModelSpec
+    from engine.sampling import PickRow
     from engine.state import SlotState
 
 
@@ -125,26 +128,61 @@ class Graphs:
 class CudaStep:
     """Window, commit and draft chain of one model over one SlotState. One thread calls it."""
 
-    def __init__(self, model: CudaModel, state: SlotState, *, graphs: bool = True) -> None:
+    def __init__(
+        self, model: CudaModel, state: SlotState, num_token_ids: int, *, graphs: bool = True
+    ) -> None:
+        """num_token_ids: ids from here on have no text and are never picked."""
         self.model = model
         self.state = state
+        self.num_token_ids = num_token_ids
         self.layout = WindowLayout(state.device)
         self.draft_layout = WindowLayout(state.device)
         self.buffers = _make_buffers(model.spec, state.capacity, state.device)
         self._draft = _DraftBuffers.make(model.spec, state) if model.draft is not None else None
+        self._chain_table = PickTable(MAX_SPEC, MAX_SLOTS, state.device)
         self._graphs = Graphs(enabled=graphs)
-        self._kept = torch.zeros(state.s.shape[1], dtype=torch.int32, device=state.device)
+        num_slots = state.s.shape[1]
+        # By slot: rows kept, and the first flat row.
+        self._kept = torch.zeros(2, num_slots, dtype=torch.int32, device=state.device)
+        self._table = PickTable(1, MAX_ROWS, state.device)
+        self._picked = torch.zeros(2, MAX_ROWS, dtype=torch.float64, device=state.device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buffers, beside weights and slots' state."""
+        own = (self.layout.packed, self.draft_layout.packed, self._kept, self._table.packed)
+        own += (self._chain_table.packed, self._picked)
+        return tensor_bytes((*own, self.buffers, self._draft))
 
     def prepare(self) -> None:
-        """Compile and capture every size of window and the commit. Spoils all slots: call it before any is seated."""
+        """Compile and capture everything that runs between two prompts.
+
+        Spoils all slots: call it before any is seated.
+        """
         context = self.model.spec.ple.ngram_size if self.model.spec.ple else 1
-        num_slots = self._kept.shape[0]
+        num_slots = self._kept.shape[1]
+        device = self.state.device
         for num_rows in range(1, num_slots * WINDOW_ROWS + 1):
             whole, rest = divmod(num_rows, WINDOW_ROWS)
             counts = [WINDOW_ROWS] * whole + [rest] * (rest > 0)
-            ids = torch.zeros(num_rows, context, dtype=torch.int64, device=self.state.device)
-            self.window(ids, range(len(counts)), counts, [0] * len(counts))
+            slots, starts = range(len(counts)), [0] * len(counts)
+            ids = torch.zeros(num_rows, context, dtype=torch.int64, device=device)
+            self.window(ids, slots, counts, starts)
+            self._graphs.run(("picks", num_rows), lambda n=num_rows: self._pick_window(n))
+            if self._draft is not None:
+                self._prepare_drafts(ids[:, -1], slots, counts, starts)
+        self._graphs.run("picks of few", self._pick_few)
         self.commit({})
+
+    def _prepare_drafts(
+        self, ids: Tensor, slots: Sequence[int], counts: Sequence[int], starts: Sequence[int]
+    ) -> None:
+        num_rows = ids.shape[0]
+        self._fill_draft(ids, self.buffers.streams[:num_rows], slots, counts, starts)
+        self._graphs.run(("cells", num_rows), lambda: self._draft_cells(num_rows))
+        self._graphs.run(("draft", num_rows), lambda: self._draft_first(num_rows))
+        for truncated in (False, True):
+            self._run_chain(num_rows, MAX_SPEC, truncated=truncated)
 
     # Windows
 
@@ -173,14 +211,52 @@ class CudaStep:
         """Whether these are the last window's streams."""
         return streams.data_ptr() == self.buffers.streams.data_ptr()
 
-    def commit(self, kept: dict[int, int]) -> None:
-        """Keep the first rows of each slot's last window."""
-        counts = [kept.get(slot, 0) for slot in range(self._kept.shape[0])]
-        self._kept.copy_(torch.tensor(counts, dtype=torch.int32))
+    def pick(self, logits: Tensor, rows: Sequence[PickRow]) -> Picks:
+        """One id for each row of logits fp32 [R, vocab], R <= MAX_ROWS, with `pick_rows.can_pick`; waits for them.
+
+        The last window's own logits, all rows of it, are picked by a graph.
+        """
+        truncated = self._table.fill([rows])
+        count = len(rows)
+        if logits.data_ptr() != self.buffers.logits.data_ptr():
+            self._pick(logits, truncated=truncated)
+        elif truncated:
+            self._graphs.run("picks of few", self._pick_few)
+        else:
+            self._graphs.run(("picks", count), lambda: self._pick_window(count))
+        ids, probabilities = self._picked[:, :count].tolist()
+        return Picks(
+            ids=[int(i) for i in ids],
+            probabilities=probabilities,
+            finite=[p == p for p in probabilities],
+        )
+
+    def _pick_window(self, num_rows: int) -> None:
+        self._pick(self.buffers.logits[:num_rows], truncated=False)
+
+    def _pick_few(self) -> None:
+        """Always of all rows, used or not: library operations may sum otherwise for another number."""
+        self._pick(self.buffers.logits, truncated=True)
+
+    def _pick(self, logits: Tensor, *, truncated: bool) -> None:
+        count = logits.shape[0]
+        inputs = self._table.inputs(0, count)
+        found = pick(logits, inputs, self.num_token_ids, truncated=truncated)
+        for row, values in zip(self._picked, found, strict=True):
+            row[:count].copy_(values)
+
+    def commit(self, kept: Mapping[int, KeptRows]) -> None:
+        """Keep the first rows of each slot's last window, whose streams wait for their draft-layer cells."""
+        none = KeptRows(0, 0)
+        rows = [kept.get(slot, none) for slot in range(self._kept.shape[1])]
+        values = [[r.count for r in rows], [r.first for r in rows]]
+        self._kept.copy_(torch.tensor(values, dtype=torch.int32), non_blocking=True)
         self._graphs.run("commit", self._commit)
 
     def _commit(self) -> None:
-        commit_rows(self.state, self._kept, self.model.spec.gdn)
+        kept, firsts = self._kept
+        commit_rows(self.state, kept, self.model.spec.gdn)
+        keep_streams(self.state, self.buffers.streams, kept, firsts)
 
     def _window(self, num_rows: int) -> None:
         model, spec, b = self.model, self.model.spec, self.buffers
@@ -330,25 +406,25 @@ class CudaStep:
         slots: Sequence[int],
         counts: Sequence[int],
         starts: Sequence[int],
-        picks: ChainPicks,
-    ) -> tuple[list[list[int]], list[list[float]]]:
-        """Draft picks.num_steps tokens per slot without the host in between: ids and probabilities [steps][B].
+        picks: Sequence[Sequence[PickRow]],
+    ) -> list[Picks]:
+        """Draft len(picks) tokens per slot without the host in between; picks: by step, then by slot.
 
         Every step is run for every slot; the caller cuts each chain where its gate says.
         """
         d = self._drafting
         num_rows = self._fill_draft(ids, streams, slots, counts, starts)
-        d.set_picks(picks)
-        truncated, limit = picks.truncated, picks.num_token_ids
-        key = (num_rows, truncated, limit)
-        self._graphs.run(("chain", *key), lambda: self._chain_first(num_rows, limit, truncated))
-        for step in range(1, picks.num_steps):
-            key = (step, truncated, limit)
-            self._graphs.run(("next", *key), lambda j=step: self._chain_next(j, limit, truncated))
-        found = torch.cat((d.picks.to(torch.float64), d.probabilities.to(torch.float64))).tolist()
-        steps, used = picks.num_steps, len(slots)
-        chosen = [[int(value) for value in row[:used]] for row in found[:steps]]
-        return chosen, [row[:used] for row in found[MAX_SPEC : MAX_SPEC + steps]]
+        truncated = self._chain_table.fill(picks)
+        self._run_chain(num_rows, len(picks), truncated=truncated)
+        found = d.found[: len(picks), :, : len(slots)].tolist()
+        return [Picks(ids=[int(i) for i in ids], probabilities=p) for ids, p in found]
+
+    def _run_chain(self, num_rows: int, num_steps: int, *, truncated: bool) -> None:
+        first = ("chain", num_rows, truncated)
+        self._graphs.run(first, lambda: self._chain_first(num_rows, truncated=truncated))
+        for step in range(1, num_steps):
+            following = ("next", step, truncated)
+            self._graphs.run(following, lambda j=step: self._chain_next(j, truncated=truncated))
 
     @property
     def _drafting(self) -> _DraftBuffers:
@@ -464,11 +540,11 @@ class CudaStep:
         )
         self._head(d.streams, layer.final, d.logits)
 
-    def _chain_first(self, num_rows: int, num_token_ids: int, truncated: bool) -> None:
+    def _chain_first(self, num_rows: int, *, truncated: bool) -> None:
         self._draft_first(num_rows)
-        self._chain_pick(0, num_token_ids, truncated)
+        self._chain_pick(0, truncated=truncated)
 
-    def _chain_next(self, step: int, num_token_ids: int, truncated: bool) -> None:
+    def _chain_next(self, step: int, *, truncated: bool) -> None:
         """One more token per slot, from the layer's own streams and the pick before."""
         d, layer = self._drafting, self._draft_layer
         d.positions.add_(1)
@@ -479,36 +555,15 @@ class CudaStep:
         )
         d.streams.copy_(combined)
         self._draft_rest(projected, inject)
-        self._chain_pick(step, num_token_ids, truncated)
+        self._chain_pick(step, truncated=truncated)
 
-    def _chain_pick(self, step: int, num_token_ids: int, truncated: bool) -> None:
+    def _chain_pick(self, step: int, *, truncated: bool) -> None:
         d = self._drafting
-        inputs = PickInputs(d.keys[step], d.temperatures, d.top_ks, d.top_ps, d.min_ps)
-        picked, probability = pick(d.logits, inputs, num_token_ids, truncated=truncated)
+        inputs = self._chain_table.inputs(step, MAX_SLOTS)
+        picked, probability = pick(d.logits, inputs, self.num_token_ids, truncated=truncated)
         d.picks[step].copy_(picked)
-        d.probabilities[step].copy_(probability)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChainPicks:
-    """How a chain picks. keys: row keys [steps][B] (engine.sampling.row_key); the others one per slot."""
-
-    keys: Sequence[Sequence[int]]
-    temperatures: Sequence[float]
-    top_ks: Sequence[int]
-    top_ps: Sequence[float]
-    min_ps: Sequence[float]
-    num_token_ids: int
-
-    @property
-    def num_steps(self) -> int:
-        """Drafts per slot."""
-        return len(self.keys)
-
-    @property
-    def truncated(self) -> bool:
-        """Whether any slot keeps only some ids."""
-        return any(self.top_ks)
+        d.found[step, 0].copy_(picked)
+        d.found[step, 1].copy_(probability)
 
 
 @dataclass(frozen=True, slots=True)
@@ -524,12 +579,8 @@ class _DraftBuffers:
     positions: Tensor
     own_rows: Tensor
     picks: Tensor
-    probabilities: Tensor
-    keys: Tensor
-    temperatures: Tensor
-    top_ks: Tensor
-    top_ps: Tensor
-    min_ps: Tensor
+    found: Tensor
+    """fp64 [MAX_SPEC, 2, MAX_SLOTS]: ids and probabilities, read at once."""
 
     @staticmethod
     def make(spec: ModelSpec, state: SlotState) -> _DraftBuffers:
@@ -538,7 +589,7 @@ class _DraftBuffers:
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
-        wide, int32, int64, fp64 = spec.stream_width, torch.int32, torch.int64, torch.float64
+        wide, int32, int64 = spec.stream_width, torch.int32, torch.int64
         return _DraftBuffers(
             ids=zeros(MAX_ROWS, dtype=int64),
             input=zeros(MAX_ROWS, wide, dtype=torch.bfloat16),
@@ -549,24 +600,5 @@ class _DraftBuffers:
             positions=zeros(MAX_SLOTS, dtype=int32),
             own_rows=torch.arange(MAX_SLOTS, dtype=int32, device=device),
             picks=zeros(MAX_SPEC, MAX_SLOTS, dtype=int64),
-            probabilities=zeros(MAX_SPEC, MAX_SLOTS, dtype=torch.float32),
-            keys=zeros(MAX_SPEC, MAX_SLOTS, dtype=int64),
-            temperatures=zeros(MAX_SLOTS, dtype=fp64),
-            top_ks=zeros(MAX_SLOTS, dtype=int64),
-            top_ps=zeros(MAX_SLOTS, dtype=fp64),
-            min_ps=zeros(MAX_SLOTS, dtype=fp64),
+            found=zeros(MAX_SPEC, 2, MAX_SLOTS, dtype=torch.float64),
         )
-
-    def set_picks(self, picks: ChainPicks) -> None:
-        """Copy from the host; places without a slot repeat the first, whose row they repeat too."""
-        missing = MAX_SLOTS - len(picks.temperatures)
-        for row, keys in zip(self.keys, picks.keys, strict=False):
-            row.copy_(torch.tensor([_signed(k) for k in (*keys, *[keys[0]] * missing)]))
-        for name in ("temperatures", "top_ks", "top_ps", "min_ps"):
-            values: Sequence[float] = getattr(picks, name)
-            target: Tensor = getattr(self, name)
-            target.copy_(torch.tensor([*values, *[values[0]] * missing], dtype=target.dtype))
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value

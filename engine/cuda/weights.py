@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from engine.arena import pin_memory
 from engine.cuda.gdn import GdnWeights
 from engine.cuda.moe import MoeWeights
 from engine.cuda.ple import PleWeights
@@ -87,10 +88,9 @@ class CudaLoader:
         *,
         device: torch.device,
         max_context: int,
-        host_table: bool = False,
         random: RandomTensors | None = None,
     ) -> None:
-        """host_table: leave the n-gram table in pinned host memory; kernels read it there.
+        """The n-gram table stays in host memory, pinned where there is a GPU: kernels read its rows there.
 
         random: makes the experts' 4-bit words at once, for measuring; their values then mean nothing.
         """
@@ -98,7 +98,6 @@ class CudaLoader:
         self._source = source
         self._spec = spec
         self._device = device
-        self._host_table = host_table
         self._capacity = key_capacity(max_context)
 
     def load(self, *, with_draft: bool) -> CudaModel:
@@ -318,8 +317,13 @@ class CudaLoader:
             parts = [
                 self._source.take(f"{prefix}shard_{i}.weight", shape) for i in range(ple.num_shards)
             ]
-        table = torch.cat([part.to(torch.bfloat16) for part in parts])
-        return table.cpu().pin_memory() if self._host_table else table.to(self._device)
+        if self._device.type == "meta":
+            return torch.empty((num_rows, ple.head_dim), dtype=torch.bfloat16, device="meta")
+        table = torch.empty((num_rows, ple.head_dim), dtype=torch.bfloat16)
+        torch.cat([part.to("cpu", torch.bfloat16) for part in parts], out=table)
+        if self._device.type == "cuda":
+            pin_memory(table)
+        return table
 
     def _norm(self, name: str, width: int) -> Tensor:
         return self._tensor(name, (width,), torch.float32) + 1.0

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from engine.native import abi
-from engine.sampling import Picks, row_key
+from engine.sampling import Picks, finite_rows, row_key
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,8 +29,9 @@ class NativePicker:
         self._library = abi.Library(abi.LIBRARY)
         self._work = torch.empty(3 * vocab_size, dtype=torch.float32)
 
-    def pick(self, logits: Tensor, rows: Sequence[PickRow]) -> Picks:
+    def pick(self, logits: Tensor, rows: Sequence[PickRow], *, check: bool = False) -> Picks:
         """See RowPicker."""
+        finite = finite_rows(logits) if check else []
         logits = logits.contiguous()
         count = len(rows)
         alive: list[Any] = []
@@ -47,7 +48,7 @@ class NativePicker:
             ids,
             probabilities,
         )
-        return Picks(ids=list(ids), probabilities=list(probabilities))
+        return Picks(ids=list(ids), probabilities=list(probabilities), finite=finite)
 
 
 def _row(row: PickRow, alive: list[Any]) -> abi.PickRow:

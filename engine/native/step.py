@@ -13,39 +13,31 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engine.errors import ConfigMismatch, EngineError
+from engine.errors import EngineError
 from engine.layers.rotary import RotaryTable
 from engine.linear import MAX_WINDOW_ROWS
+from engine.memory_plan import FP32_BYTES, PlanLine, Step
 from engine.native import abi
 from engine.native.weights import KINDS, Keeper, NativeLoader, NativePlanner, geometry
 from engine.state import key_capacity
 from engine.weights import Checkpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from engine.config import EngineConfig
     from engine.model_spec import ModelSpec
     from engine.sources.base import TensorSource
     from engine.startup_plan import Limits
-    from engine.state import Rows, SlotState
+    from engine.state import KeptRows, Rows, SlotState
 
 SCRATCH = "step scratch"
 """Name of the plan's line for the buffers of windows and prompt pieces."""
 _LANES = 8
 
 
-def why_not(config: EngineConfig, spec: ModelSpec, device: torch.device) -> str | None:
-    """Why the torch layers run instead; None for the step. Raises ConfigMismatch if it was asked for in vain."""
-    if config.kernels == "torch":
-        return "--kernels torch"
-    reason = _why_unsupported(config, spec, device)
-    if config.kernels == "compiled" and reason is not None:
-        raise ConfigMismatch(f"--kernels compiled: {reason}")
-    return reason
-
-
-def _why_unsupported(config: EngineConfig, spec: ModelSpec, device: torch.device) -> str | None:
+def why_unsupported(config: EngineConfig, spec: ModelSpec, device: torch.device) -> str | None:
+    """Why the step cannot run; None when it can."""
     if device.type != "cpu":
         return f"it runs on cpu, not on {device}"
     if config.dtype not in ("auto", "float32"):
@@ -59,10 +51,26 @@ def _why_unsupported(config: EngineConfig, spec: ModelSpec, device: torch.device
     return abi.why_unavailable()
 
 
-def planned_parts(
+def planned_lines(
+    source: TensorSource, spec: ModelSpec, limits: Limits, num_threads: int
+) -> tuple[PlanLine, ...]:
+    """What a step will take beside the slots' state: weights as stored, buffers, a call's results. Loads nothing."""
+    held = _planned_parts(source, spec, limits, num_threads)
+    rows = limits.piece_tokens
+    ids = rows * 8 * (1 + (spec.ple.ngram_size if spec.ple else 1))
+    streams = rows * spec.stream_width * FP32_BYTES + ids
+    logits = MAX_WINDOW_ROWS * spec.vocab_size * FP32_BYTES
+    return (
+        *(PlanLine(name=name, num_bytes=n, step=Step.WEIGHTS) for name, n in held.items()),
+        PlanLine(name="prompt streams", num_bytes=streams, step=Step.PROMPT),
+        PlanLine(name="window logits", num_bytes=logits, step=Step.VERIFIER),
+    )
+
+
+def _planned_parts(
     source: TensorSource, spec: ModelSpec, limits: Limits, num_threads: int
 ) -> dict[str, int]:
-    """What a step will take, by part: its weights as stored, and its scratch. Loads nothing."""
+    """What a step will hold, by part."""
     keeper = Keeper()
     capacity = key_capacity(limits.max_context)
     numbers = geometry(spec, num_slots=limits.num_slots, capacity=capacity)
@@ -96,7 +104,7 @@ class NativeStep:
         self.spec = spec
         self.max_rows = max_rows = most_rows(limits)
         self.library = abi.Library(abi.LIBRARY)
-        planned = planned_parts(checkpoint.source, spec, limits, num_threads)
+        planned = _planned_parts(checkpoint.source, spec, limits, num_threads)
         self._keeper = Keeper(sum(planned.values()))
         rotary = RotaryTable(
             rotary_dim=spec.qsa.rotary_dim,
@@ -125,7 +133,7 @@ class NativeStep:
 
     @property
     def part_bytes(self) -> dict[str, int]:
-        """Bytes as held, by the names of `planned_parts`."""
+        """Bytes as held, by the names of `planned_lines`."""
         return self._keeper.part_bytes
 
     def commit(self, slot: int, num_rows: int) -> None:
@@ -169,10 +177,11 @@ class NativeTrunk:
         """See Trunk.logits."""
         return self._step.logits(streams)
 
-    def commit(self, slot: int, num_rows: int, state: SlotState) -> None:
+    def commit(self, kept: Mapping[int, KeptRows], streams: Tensor, state: SlotState) -> None:
         """See Trunk.commit."""
-        del state
-        self._step.commit(slot, num_rows)
+        for slot, rows in kept.items():
+            self._step.commit(slot, rows.count)
+            state.keep_streams(slot, streams[rows.first :][: rows.count])
 
     def _run(self, ids: Tensor, pieces: Sequence[abi.Piece], *, keeps_all: bool) -> Tensor:
         step = self._step

@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 import typer
 
 from engine.config import DEFAULT_MODEL, EngineConfig, ModelParts
-from engine.engine import TorchEngine, load_engine
 from engine.instruments import Allocations, StageTimer, count_allocations
 from engine.interface import MAX_SLOTS, MAX_SPEC
 from engine.layers.gdn import GdnLayer
+from engine.loading import load_engine
 from engine.state import Rows
 from engine.tools.options import (
     MODEL_HELP,
@@ -24,6 +24,9 @@ from engine.tools.options import (
     number_option,
     word_option,
 )
+
+if TYPE_CHECKING:
+    from engine.engine import TorchEngine
 
 _WARM_UP = 2
 _HEAD, _START = "head", "start"

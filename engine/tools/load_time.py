@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from engine.config import EngineConfig
-from engine.engine import load_engine
+from engine.loading import load_engine
 
 _MAX_CONTEXT = 256
 

@@ -13,8 +13,9 @@ import typer
 from engine.config import DEFAULT_MODEL, EngineConfig, ModelParts, model_path
 from engine.errors import PlanRefused, WeightMismatch
 from engine.interface import MAX_SLOTS, MAX_SPEC
-from engine.memory_plan import MIB, TABLE, Place, Step, experts_are_dense, num_pairs
-from engine.native.step import planned_parts, why_not
+from engine.kernels import why_not_compiled
+from engine.memory_plan import MIB, TABLE, Place, PlanLine, Step, experts_are_dense, num_pairs
+from engine.native.step import planned_lines
 from engine.sources.opening import open_source, read_spec
 from engine.startup import free_bytes, free_host_bytes
 from engine.startup_plan import (
@@ -115,10 +116,10 @@ def plan(
     )
     dtype_held = dtype_of(dtype, has_gpu=machine.has_gpu)
     try:
-        step_parts = None if machine.has_gpu else _step_parts(config, spec)
-        if step_parts is not None:
+        lines = None if machine.has_gpu else _step_lines(config, spec)
+        if lines is not None:
             dtype_held = torch.float32
-        found = plan_start(config, spec, machine, dtype_held, step_parts=step_parts)
+        found = plan_start(config, spec, machine, dtype_held, step_lines=lines)
     except PlanRefused:
         if ple_io is not None or not ssd or spec.ple is None:
             raise
@@ -126,16 +127,16 @@ def plan(
     typer.echo(report(found, machine, conversation_cache_mib))
 
 
-def _step_parts(config: EngineConfig, spec: ModelSpec) -> dict[str, int] | None:
+def _step_lines(config: EngineConfig, spec: ModelSpec) -> tuple[PlanLine, ...] | None:
     """What the compiled CPU step takes of the weights as stored; None where the torch layers would run."""
-    if why_not(config, spec, torch.device("cpu")) is not None:
+    if why_not_compiled(config, spec, torch.device("cpu")) is not None:
         return None
     try:
         source = open_source(model_path(config.model), spec, config.parts)
     except WeightMismatch:  # a configuration without weights: planned as the torch layers hold them
         return None
     with closing(source):
-        return planned_parts(
+        return planned_lines(
             source, spec, limits_of(config, spec, has_gpu=False), default_threads()
         )
 

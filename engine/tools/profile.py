@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import torch
 import typer
@@ -15,9 +15,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from engine.config import DEFAULT_MODEL, EngineConfig, ModelParts, model_path, text_path
-from engine.engine import TorchEngine, load_engine
 from engine.errors import ConversationsMismatch
 from engine.expert_profile import ExpertProfile, profile_of_counts, write_profile
+from engine.loading import load_engine
 from engine.sources.gguf_text import extract_text
 from engine.sources.opening import GGUF_SUFFIX, read_spec
 from engine.startup_budget import slots_per_layer
@@ -30,6 +30,9 @@ from engine.tools.options import (
     word_option,
 )
 from engine.tools.tables import table
+
+if TYPE_CHECKING:
+    from engine.engine import TorchEngine
 
 _DEFAULT_CONTEXT = 4096
 _SHARES = (0.1, 0.25, 0.5, 0.75)

@@ -6,7 +6,7 @@ heads, blocks of other sizes, no n-gram embedding.
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import pytest
@@ -14,10 +14,15 @@ import torch
 from torch import Tensor
 
 from engine.cuda.quant import GROUP, pack4, unpack4
+from engine.grammar import RowLimit
+from engine.interface import SamplingParams
 from engine.reference.model import ReferenceModel
 from engine.reference.mtp import draft_chain, greedy_pick
+from engine.sampling import Picker, PickRow, TokenHistory
+from engine.state import KeptRows
 
 gpu = pytest.mark.gpu
+DEVICE = "cuda"
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 SMALL: dict[str, Any] = {
@@ -118,10 +123,11 @@ class Case:
 
         config = {**REAL_CONFIG, **SMALL, **GRID[name]}
         self.spec = real_spec(**{**SMALL, **GRID[name]})
-        source = Recorded(self.spec, "cuda")
-        device = torch.device("cuda")
+        source = Recorded(self.spec, DEVICE)
+        device = torch.device(DEVICE)
         loader = CudaLoader(source, self.spec, device=device, max_context=200)
         model = loader.load(with_draft=True)
+        self.firsts: dict[int, int] = {}
         self.reference = ReferenceModel(config, source.taken)
         self.state = SlotState(
             self.spec,
@@ -131,7 +137,7 @@ class Case:
             kv_dtype=torch.bfloat16,
             device=device,
         )
-        self.backend = build_cuda_step(model, self.state)
+        self.backend = build_cuda_step(model, self.state, num_token_ids=self.spec.vocab_size)
         poison(self.backend.step.buffers)
         generator = torch.Generator().manual_seed(7)
         self.text = {
@@ -140,13 +146,31 @@ class Case:
         }
         self.text[1][10] = 3
 
-    lengths = {0: 130, 1: 37, 3: 64}
+    lengths = {0: 130, 1: 37, 2: 0, 3: 64}
+    """Slot 2 is empty: what it holds is nobody's text."""
+
+    def saved(self, slot: int | None = None) -> dict[str, Tensor]:
+        """What windows advance, of one slot or all."""
+        names = ("s", "conv", "ple", "k", "v", "index_ring", "index_blocks", "pending")
+        whole = {name: getattr(self.state, name) for name in names}
+        if slot is None:
+            return {name: tensor.clone() for name, tensor in whole.items()}
+        histories = {"conv": self.state.conv_history, "ple": self.state.ple_history}
+        parts: dict[str, Tensor] = {}
+        for name in ("s", "conv", "ple", "k", "v", "index_ring"):
+            part = whole[name][:, slot]
+            parts[name] = part[:, : histories[name]].clone() if name in histories else part.clone()
+        return parts
+
+    def restore(self, saved: dict[str, Tensor]) -> None:
+        for name, value in saved.items():
+            getattr(self.state, name).copy_(value)
 
     def ids(self, slot: int, start: int, count: int) -> Tensor:
         context = self.backend.trunk.ngram_context
         padded = [3] * context + self.text[slot]
         rows = [padded[i : i + context + 1] for i in range(start, start + count)]
-        return torch.tensor(rows, device="cuda")
+        return torch.tensor(rows, device=DEVICE)
 
     def read(self, slot: int, pieces: tuple[int, ...]) -> Tensor:
         start, logits = 0, []
@@ -157,7 +181,7 @@ class Case:
             if self.backend.draft is not None:
                 following = self.text[slot][start + 1 : start + piece + 1]
                 self.backend.draft.read_chunk(
-                    torch.tensor(following, device="cuda"), streams, slot, start, self.state
+                    torch.tensor(following, device=DEVICE), streams, slot, start, self.state
                 )
             start += piece
         return torch.cat(logits)
@@ -173,8 +197,14 @@ class Case:
         slots = sorted(counts, key=lambda slot: -counts[slot])
         ids = torch.cat([self.ids(slot, starts[slot], counts[slot]) for slot in slots])
         self.backend.step.window(ids, slots, [counts[s] for s in slots], [starts[s] for s in slots])
+        self.firsts = {s: sum(counts[t] for t in slots[:b]) for b, s in enumerate(slots)}
         logits = self.backend.step.logits(len(ids)).clone()
         return dict(zip(slots, logits.split([counts[s] for s in slots]), strict=True))
+
+    def commit(self, kept: dict[int, int]) -> None:
+        """Keep the first rows of the last window."""
+        rows = {slot: KeptRows(self.firsts[slot], count) for slot, count in kept.items()}
+        self.backend.step.commit(rows)
 
     def wanted(self, slot: int, start: int, count: int) -> Tensor:
         return self.reference.forward(self.text[slot][: start + count])[0][start:]
@@ -219,7 +249,7 @@ def test_prompts_windows_and_roll_back_match_the_reference(name: str) -> None:
     ):
         found = case.window(counts, at)
         check(list(found.values()), [case.wanted(s, at[s], counts[s]) for s in found])
-        case.backend.step.commit(kept)
+        case.commit(kept)
         for slot, rows in kept.items():
             at[slot] += rows
 
@@ -230,13 +260,20 @@ def test_prompts_windows_and_roll_back_match_the_reference(name: str) -> None:
 @pytest.mark.parametrize("name", GRID)
 @torch.inference_mode()
 def test_rows_have_the_same_bits_in_any_company(name: str) -> None:
+    """One row, one chain, and the 20 rows that fill two row tiles."""
     case = Case(name)
     case.read_all()
-    saved = {key: getattr(case.state, key).clone() for key in ("s", "conv", "ple")}
+    saved = case.saved()
     found: list[Tensor] = []
-    for counts in ({0: 5}, {0: 5, 1: 5, 3: 5}, {1: 5, 3: 5, 0: 2}, {0: 1}):
-        for key, value in saved.items():
-            getattr(case.state, key).copy_(value)
+    for counts in (
+        {0: 5},
+        {0: 5, 1: 5, 3: 5},
+        {1: 5, 3: 5, 0: 2},
+        {0: 1},
+        {3: 5, 2: 5, 1: 5, 0: 5},
+        {3: 5, 2: 5, 1: 5, 0: 1},
+    ):
+        case.restore(saved)
         found.append(case.window(counts, case.lengths)[0])
     for other in found[1:]:
         assert torch.equal(other, found[0][: len(other)])
@@ -247,9 +284,35 @@ def test_rows_have_the_same_bits_in_any_company(name: str) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", GRID)
 @torch.inference_mode()
-def test_a_greedy_chain_drafts_what_the_reference_drafts(name: str) -> None:
-    from engine.cuda.step import ChainPicks
+def test_bits_do_not_depend_on_how_rows_are_spread_over_windows(name: str) -> None:
+    """Five rows in one window, in five, and some of them voided first: equal logits, and equal state after them."""
+    case = Case(name)
+    case.read_all()
+    saved = case.saved()
+    found: list[Tensor] = []
+    states: list[dict[str, Tensor]] = []
+    for kept_by_window in ((5,), (1, 1, 1, 1, 1), (2, 3), (1, 4)):
+        case.restore(saved)
+        at, parts = case.lengths[0], []
+        for kept in kept_by_window:
+            rows = case.window({0: 5, 1: 2} if kept == 2 else {0: kept}, {**case.lengths, 0: at})
+            parts.append(rows[0][:kept])
+            case.commit({0: kept})
+            at += kept
+        found.append(torch.cat(parts))
+        states.append(case.saved(slot=0))
+    for other, state in zip(found[1:], states[1:], strict=True):
+        assert torch.equal(other, found[0])
+        for key, value in state.items():
+            assert torch.equal(value, states[0][key]), key
 
+
+@gpu
+@needs_cuda
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", GRID)
+@torch.inference_mode()
+def test_a_greedy_chain_drafts_what_the_reference_drafts(name: str) -> None:
     case = Case(name)
     case.read_all()
     slots = (0, 1)
@@ -258,64 +321,95 @@ def test_a_greedy_chain_drafts_what_the_reference_drafts(name: str) -> None:
         length = case.lengths[slot]
         ids.append(case.text[slot][length])
         streams.append(case.reference.forward(case.text[slot][:length])[1][-1])
-    picks = ChainPicks(
-        keys=[[0, 0]] * 4,
-        temperatures=[0.0, 0.0],
-        top_ks=[0, 0],
-        top_ps=[1.0, 1.0],
-        min_ps=[0.0, 0.0],
-        num_token_ids=case.spec.vocab_size,
-    )
-    drafted, _ = case.backend.step.chain(
-        torch.tensor(ids, device="cuda"),
-        torch.stack(streams).to("cuda", torch.bfloat16),
+    greedy = SamplingParams(temperature=0.0)
+    steps = [[PickRow(params=greedy, position=0, num_output=0, history=None)] * 2] * 4
+    drafted = case.backend.step.chain(
+        torch.tensor(ids, device=DEVICE),
+        torch.stack(streams).to(DEVICE, torch.bfloat16),
         slots,
         [1, 1],
         [case.lengths[slot] - 1 for slot in slots],
-        picks,
+        steps,
     )
     for b, slot in enumerate(slots):
         text = case.text[slot][: case.lengths[slot] + 1]
         streams_of_text = case.reference.forward(text[:-1])[1]
         wanted = draft_chain(case.reference, text, streams_of_text, 4, greedy_pick)
-        assert drafted[0][b] == wanted[0].token_id
-        same += sum(drafted[j][b] == wanted[j].token_id for j in range(4))
+        assert drafted[0].ids[b] == wanted[0].token_id
+        same += sum(drafted[j].ids[b] == wanted[j].token_id for j in range(4))
     # A near-tie may turn a later pick, and every pick after it.
     assert same >= 5
+
+
+def pick_row(index: int, **params: Any) -> PickRow:
+    chosen = SamplingParams(seed=index, **params)
+    return PickRow(params=chosen, position=index, num_output=0, history=None)
+
+
+PLAIN: dict[str, Any] = {"temperature": 1.0}
+NUCLEUS: dict[str, Any] = {"temperature": 0.7, "top_k": 20, "top_p": 0.9}
+KINDS: dict[str, list[dict[str, Any]]] = {
+    "greedy": [{"temperature": 0.0}],
+    "all ids": [PLAIN],
+    "some ids": [NUCLEUS],
+    "few ids": [{"temperature": 1.3, "top_k": 5, "min_p": 0.1}],
+    "mixed": [PLAIN, NUCLEUS, {"temperature": 0.0, "top_k": 20}],
+    "what torch must pick": [
+        {"temperature": 0.8, "top_p": 0.7},
+        PLAIN,
+        {"temperature": 1.0, "top_k": 200},
+    ],
+}
+
+
+@gpu
+@needs_cuda
+@pytest.mark.timeout(300)
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", KINDS)
+def test_picks_are_those_of_the_sampler_whatever_the_company(kind: str) -> None:
+    from engine.cuda.pick_rows import CudaPicker
+
+    case = Case("no_ple")
+    step = case.backend.step
+    vocab = case.spec.vocab_size
+    step.num_token_ids = vocab - 7
+    case.window({0: 5, 1: 5, 2: 5, 3: 5}, dict.fromkeys(range(4), 0))
+    generator = torch.Generator(DEVICE).manual_seed(9)
+    step.logits(20).copy_(4 * torch.randn(20, vocab, device=DEVICE, generator=generator))
+    step.logits(20)[3, 17] = float("inf")
+    rows = [pick_row(i, **KINDS[kind][i % len(KINDS[kind])]) for i in range(20)]
+    picker = CudaPicker(step)
+    found = picker.pick(step.logits(20), rows, check=True)
+    assert found.finite == [i != 3 for i in range(20)]
+    wanted = Picker(vocab - 7).pick(step.logits(20), rows)
+    good = [i for i in range(20) if i != 3]
+    assert [found.ids[i] for i in good] == [wanted.ids[i] for i in good]
+    shares = torch.tensor([[found.probabilities[i], wanted.probabilities[i]] for i in good])
+    assert torch.allclose(shares[:, 0], shares[:, 1], rtol=1e-4)
+    for i in good:
+        alone = picker.pick(step.logits(20)[i : i + 1].clone(), [rows[i]])
+        assert alone.ids == [found.ids[i]]
 
 
 @gpu
 @needs_cuda
 @torch.inference_mode()
-@pytest.mark.parametrize("options", [(0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 20, 0.9), (1.3, 5, 1.0)])
-def test_picks_are_those_of_the_sampler(options: tuple[float, int, float]) -> None:
-    from engine.cuda.picks import PickInputs, pick
-    from engine.interface import SamplingParams
-    from engine.sampling import Picker, PickRow, row_key
+def test_rows_that_need_history_or_limits_are_left_to_torch() -> None:
+    from engine.cuda.pick_rows import can_pick
 
-    temperature, top_k, top_p = options
-    logits = 4 * torch.randn(
-        20, 5003, device="cuda", generator=torch.Generator("cuda").manual_seed(9)
-    )
-    params = [
-        SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=i) for i in range(20)
-    ]
-    rows = [PickRow(params=p, position=i, num_output=0, history=None) for i, p in enumerate(params)]
-    keys = [row_key(i, i) for i in range(20)]
-    signed = [key - (1 << 64) if key >> 63 else key for key in keys]
+    def row(num_output: int = 0, **params: Any) -> PickRow:
+        chosen = SamplingParams(**params)
+        return PickRow(params=chosen, position=1, num_output=num_output, history=None)
 
-    def column(value: float, dtype: torch.dtype) -> Tensor:
-        return torch.full((20,), value, dtype=dtype, device="cuda")
-
-    inputs = PickInputs(
-        torch.tensor(signed, device="cuda"),
-        column(temperature, torch.float64),
-        column(top_k, torch.int64),
-        column(top_p, torch.float64),
-        column(0.0, torch.float64),
-    )
-    found, _ = pick(logits, inputs, 5000, truncated=top_k > 0)
-    assert found.tolist() == Picker(5000).pick(logits, rows).ids
+    must_go_on: dict[str, Any] = {"min_tokens": 3, "stop_token_ids": (2,)}
+    assert can_pick(row(temperature=0.0, top_p=0.5))
+    assert can_pick(row(3, **must_go_on))
+    assert not can_pick(row(2, **must_go_on))
+    assert not can_pick(row(logit_bias=((4, 1.0),)))
+    history = TokenHistory.empty(8, torch.device("cpu"))
+    assert not can_pick(replace(row(), history=history))
+    assert not can_pick(replace(row(), limit=RowLimit()))
 
 
 @gpu
@@ -327,15 +421,15 @@ def test_all_rows_may_choose_one_expert() -> None:
 
     spec = real_spec(**{**SMALL, "num_experts_per_tok": 1}).moe
     hidden, width = 96, spec.expert_dim
-    gate_up = torch.randn(spec.num_experts, 2 * width, hidden, device="cuda") / 10
-    down = torch.randn(spec.num_experts, hidden, width, device="cuda") / 6
+    gate_up = torch.randn(spec.num_experts, 2 * width, hidden, device=DEVICE) / 10
+    down = torch.randn(spec.num_experts, hidden, width, device=DEVICE) / 6
     pairs = gate_up.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
-    empty = torch.empty(0, device="cuda")
+    empty = torch.empty(0, device=DEVICE)
     weights = MoeWeights(head=empty, shared_down=empty, gate_up=pack4(pairs), down=pack4(down))
-    scratch = MoeScratch.make(spec, hidden, 20, torch.device("cuda"))
+    scratch = MoeScratch.make(spec, hidden, 20, torch.device(DEVICE))
     poison(scratch)
     scratch.ids.fill_(5)
-    x = torch.randn(20, hidden, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(20, hidden, device=DEVICE, dtype=torch.bfloat16)
     multiply_experts(x, weights, scratch, spec, ExpertTiling())
     middle = x.to(torch.float32) @ unpack4(weights.gate_up, 2 * width, hidden)[5].t()
     middle = torch.nn.functional.silu(middle[:, 0::2]) * middle[:, 1::2]

@@ -1,15 +1,14 @@
-"""The same code on a CUDA device: equal to the CPU within rounding, exact where the CPU is exact by construction."""
+"""The torch layers on a CUDA device: equal to the CPU within rounding, exact where the CPU is exact by construction."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from random import Random
 
 import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.engine import TorchEngine, load_engine
+from engine.engine import TorchEngine
 from engine.interface import (
     PAGE_TOKENS,
     DecodeStep,
@@ -21,8 +20,9 @@ from engine.interface import (
     Suspend,
     WindowPlan,
 )
+from engine.loading import load_engine
 from scheduler.config import CacheConfig, SchedulerConfig
-from tests.factories import make_request
+from tests.gpu.conversing import converse
 from tests.property.schedules import TURN_ID, Server, Texts
 
 pytestmark = pytest.mark.gpu
@@ -33,7 +33,7 @@ LOGITS = 2e-3
 
 
 def load(device: str, dtype: str = "float32") -> TorchEngine:
-    return load_engine(EngineConfig(device=device, dtype=dtype, max_context=1024))
+    return load_engine(EngineConfig(device=device, dtype=dtype, max_context=1024, kernels="torch"))
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def cuda() -> TorchEngine:
 
 @pytest.fixture(scope="module")
 def cpu() -> TorchEngine:
-    return load("cpu")
+    return load_engine(EngineConfig(device="cpu", dtype="float32", max_context=1024))
 
 
 def text(num_tokens: int, seed: int) -> list[int]:
@@ -138,27 +138,6 @@ def test_the_scheduler_parks_and_restores_beside_running_windows() -> None:
     assert found[1][1] == 0
     slabs = engine._parked._arena._slabs
     assert slabs and all(slab.is_pinned() for slab in slabs)
-
-
-def converse(server: Server, texts: Texts) -> tuple[list[list[int]], int]:
-    """Three conversations of three turns on two slots: what was said, and how many tokens were not read again."""
-    rng = Random(1)
-    prompts = [(TURN_ID, *texts.words(rng, 150 + i)) for i in range(3)]
-    said: list[list[int]] = []
-    num_cached = 0
-    for _ in range(3):
-        turns = [prompt + texts.user_turn(rng) for prompt in prompts]
-        requests = [make_request(prompt_ids=turn, max_tokens=40, max_draft=0) for turn in turns]
-        batch = [server.ask(replace(request, sampling=GREEDY)) for request in requests]
-        while server.run_window():
-            pass
-        for one in batch:
-            one.read()
-            assert one.usage is not None
-            num_cached += one.usage.cached_tokens
-        said += [one.token_ids for one in batch]
-        prompts = [one.request.prompt_ids + tuple(one.token_ids) for one in batch]
-    return said, num_cached
 
 
 def test_bf16_runs_and_stays_near(cpu: TorchEngine) -> None:

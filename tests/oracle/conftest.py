@@ -14,8 +14,9 @@ from torch import Tensor
 from transformers import Qwen4ExpForCausalLM
 
 from engine.config import EngineConfig
-from engine.engine import TorchEngine, load_engine
+from engine.engine import TorchEngine
 from engine.interface import MAX_SPEC
+from engine.loading import load_engine
 from engine.reference.model import ReferenceModel
 from tests.oracle import tiny
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.engine import TorchEngine, load_engine
+from engine.engine import TorchEngine
 from engine.interface import SamplingParams
+from engine.loading import load_engine
 from scheduler.config import CacheConfig, SchedulerConfig
 from scheduler.messages import GenerateRequest
 from tests.factories import make_request

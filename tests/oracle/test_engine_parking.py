@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from engine.copy_lane import CopyLane
-from engine.engine import TorchEngine, load_engine
+from engine.engine import TorchEngine
 from engine.errors import PlanError
 from engine.interface import (
     PAGE_TOKENS,
@@ -22,6 +22,7 @@ from engine.interface import (
     Suspend,
     WindowPlan,
 )
+from engine.loading import load_engine
 from scheduler.config import CacheConfig, SchedulerConfig
 from tests.factories import make_request
 from tests.oracle import tiny

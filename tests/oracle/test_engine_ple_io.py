@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.config import EngineConfig
-from engine.engine import load_engine
 from engine.errors import ConfigMismatch
+from engine.loading import load_engine
 from engine.ple_table import DirectRows, MappedRows, RowReader, StoredTable
 from engine.sources.base import StoredRows
 from engine.tools.pack import pack

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.engine import TorchEngine, load_engine
+from engine.engine import TorchEngine
 from engine.errors import ExpertsNotReady, PlanRefused, ProfileMismatch
 from engine.expert_profile import ExpertProfile, profile_of_counts, write_profile
+from engine.loading import load_engine
 from engine.startup_budget import slots_per_layer
 from engine.tools.pack import pack
 from tests.oracle.conftest import Models

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.engine import load_engine
+from engine.loading import load_engine
 from tests.oracle import tiny
 from tests.oracle.driver import seat
 from tests.oracle.tolerances import ENGINE_LOGITS

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from engine.config import model_path
-from engine.engine import TorchEngine, load_engine
+from engine.engine import TorchEngine
+from engine.loading import load_engine
 from tests.oracle import tiny
 from tests.oracle.conftest import engine_config
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import pytest
 
 from engine.config import EngineConfig
-from engine.engine import TorchEngine, load_engine
+from engine.engine import TorchEngine
 from engine.interface import SamplingParams
+from engine.loading import load_engine
 from tests.oracle.driver import Job, generate, generate_alone
 
 NUM_TOKENS = 16

@@ -7,9 +7,9 @@ from random import Random
 
 import pytest
 
-from engine.engine import load_engine
 from engine.fake import FakeEngine, FakeFiles, FakeScript
 from engine.interface import SamplingParams
+from engine.loading import load_engine
 from scheduler.config import CacheConfig, SchedulerConfig
 from tests.factories import make_request
 from tests.oracle import tiny

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.engine import TorchEngine, load_engine
+from engine.engine import TorchEngine
 from engine.errors import PlanError
 from engine.interface import DecodeStep, PrefillChunk, SamplingParams, SlotStart, WindowPlan
+from engine.loading import load_engine
 from tests.oracle.tiny import make_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0)

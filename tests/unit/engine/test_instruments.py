@@ -11,10 +11,11 @@ import torch
 from typer.testing import CliRunner
 
 from engine.config import EngineConfig, text_path
-from engine.engine import TorchEngine, load_engine
+from engine.engine import TorchEngine
 from engine.errors import ConversationsMismatch, InstrumentRefused
 from engine.expert_profile import profile_of_counts, read_profile
 from engine.instruments import StageTimer, count_allocations
+from engine.loading import load_engine
 from engine.state import Rows
 from engine.tools.__main__ import app
 from engine.tools.floor import _staged, measure_floor

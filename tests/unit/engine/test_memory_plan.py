@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from engine.config import EngineConfig
-from engine.engine import load_engine
 from engine.errors import ConfigMismatch, PlanMismatch, PlanRefused
+from engine.loading import load_engine
 from engine.memory_plan import MIB, MemoryPlan, PlanLine, Step, make_plan
 from engine.model_spec import spec_from_config
 from engine.startup import StartupMarks, held_bytes

@@ -146,7 +146,7 @@ def fake_module(outcome: Engine | Exception) -> ModuleType:
             raise outcome
         return outcome
 
-    module = ModuleType("engine.engine")
+    module = ModuleType("engine.loading")
     module.load_engine = load_engine  # type: ignore[attr-defined]
     return module
 
@@ -154,7 +154,7 @@ def fake_module(outcome: Engine | Exception) -> ModuleType:
 def test_without_a_script_the_real_engine_is_loaded(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "engine.engine", fake_module(FakeEngine(FakeScript())))
+    monkeypatch.setitem(sys.modules, "engine.loading", fake_module(FakeEngine(FakeScript())))
     assert isinstance(
         worker.ask(Load(config=EngineConfig(model="somewhere"), scripted=None)), Ready
     )
@@ -163,7 +163,7 @@ def test_without_a_script_the_real_engine_is_loaded(
 def test_the_real_engines_errors_keep_their_names(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "engine.engine", fake_module(WeightMismatch("w: 1, 2")))
+    monkeypatch.setitem(sys.modules, "engine.loading", fake_module(WeightMismatch("w: 1, 2")))
     answer = worker.ask(Load(config=EngineConfig(model="somewhere"), scripted=None))
     assert answer == LoadFailed(kind="WeightMismatch", message="w: 1, 2")
 

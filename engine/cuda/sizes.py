@@ -1,0 +1,75 @@
+"""Bytes of what a CUDA step holds, by part: counted the same on the device and, before anything is there, on `meta`."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from engine.memory_plan import TABLE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from engine.cuda.weights import CudaModel, TensorSource
+
+BUFFERS = "step buffers"
+
+
+def tensor_bytes(thing: object) -> int:
+    """All tensors in a tensor, a frozen structure of them, or a tuple; other values count nothing."""
+    if isinstance(thing, Tensor):
+        return thing.numel() * thing.element_size()
+    if is_dataclass(thing):
+        return sum(tensor_bytes(getattr(thing, field.name)) for field in fields(thing))
+    if isinstance(thing, tuple):
+        return sum(map(tensor_bytes, cast("tuple[object, ...]", thing)))
+    return 0
+
+
+def weight_parts(model: CudaModel) -> dict[str, int]:
+    """Bytes of a model's weights by part; parts that it has none of are left out."""
+    layers = model.layers
+    table = sum(tensor_bytes(layer.ple.table) for layer in layers if layer.ple is not None)
+    experts = sum(tensor_bytes((x.moe.gate_up, x.moe.down)) for x in layers)
+    residuals = (model.final, *((x.mixer_residual, x.moe_residual) for x in layers))
+    parts = {
+        "embedding": tensor_bytes(model.embedding),
+        "ple": _all(layer.ple for layer in layers) - table,
+        TABLE: table,
+        "gdn": _all(layer.gdn for layer in layers),
+        "qsa": _all(layer.qsa for layer in layers),
+        "residual": tensor_bytes(residuals),
+        "moe": _all(layer.moe for layer in layers) - experts,
+        "experts, 4 bits": experts,
+        "head": tensor_bytes(model.head),
+        "draft layer": tensor_bytes(model.draft),
+        "rotary tables": tensor_bytes((model.cos, model.sin)),
+    }
+    return {name: num_bytes for name, num_bytes in parts.items() if num_bytes}
+
+
+def _all(things: Iterable[object]) -> int:
+    return sum(map(tensor_bytes, things))
+
+
+class NamesOnly:
+    """A source's names with tensors that have shapes and no memory: what a loader makes of them can be counted."""
+
+    def __init__(self, source: TensorSource) -> None:
+        self._source = source
+        self.trunk = source.trunk
+
+    def has(self, name: str) -> bool:
+        """As the source."""
+        return self._source.has(name)
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Of any type: what is held is of the loader's choosing."""
+        del name
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+    def finish(self, *, ignore: tuple[str, ...] = ()) -> None:
+        """What is left over is found when the weights are read."""

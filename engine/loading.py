@@ -1,0 +1,332 @@
+"""A start: plan, check that the plan fits, load what the device runs, and put the engine together (product.md D7)."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.config import EngineConfig, model_path
+from engine.engine import TorchEngine
+from engine.fingerprint import model_fingerprint
+from engine.grammar import GrammarCompiler
+from engine.interface import EngineInfo, PlanItem
+from engine.kernels import why_not_compiled
+from engine.loader import ModelLoader
+from engine.memory_plan import SESSION, TIER_ONE, TIER_TWO, Step
+from engine.native.pick import NativePicker
+from engine.native.step import NativeDraft, NativeStep, NativeTrunk, planned_lines
+from engine.parked import ParkedStates
+from engine.parked_files import FileLayout, ParkedFiles
+from engine.sampling import Picker
+from engine.sources.opening import open_source, read_spec
+from engine.startup import StartupMarks, free_bytes, free_host_bytes
+from engine.startup_budget import low_memory_line
+from engine.startup_plan import (
+    Machine,
+    StartPlan,
+    default_threads,
+    device_of,
+    dtype_of,
+    limits_of,
+    plan_start,
+)
+from engine.state import SlotState
+from engine.weights import Checkpoint
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engine.cuda.random_model import RandomTensors
+    from engine.cuda.weights import TensorSource
+    from engine.experts import ExpertStore
+    from engine.model_spec import ModelSpec
+    from engine.sampling import RowPicker
+    from engine.steps import DraftChain, DraftSteps, TrunkSteps
+
+_log = logging.getLogger("engine.startup")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What computes, the slots' state, and what they were planned to take and take."""
+
+    trunk: TrunkSteps
+    draft: DraftSteps | None
+    chain: DraftChain | None = None
+    picker: RowPicker
+    experts: ExpertStore | None = None
+    state: SlotState
+    kernels: str
+    reads_as_decodes: bool = False
+    plan: StartPlan
+    marks: StartupMarks
+    part_bytes: Mapping[str, int]
+
+    def plan_items(self) -> tuple[PlanItem, ...]:
+        """Planned against actual, by line."""
+        memory, actual = self.plan.memory, dict(self.part_bytes)
+        for name in memory.session_names():
+            tensor: Tensor = getattr(self.state, name)
+            actual[f"{SESSION}{name}"] = tensor.numel() * tensor.element_size()
+        return tuple(
+            PlanItem(name=x.name, planned_bytes=x.num_bytes, actual_bytes=actual.get(x.name))
+            for x in memory.lines
+        )
+
+
+def load_engine(config: EngineConfig, *, rehearse: bool = False) -> TorchEngine:
+    """Plan, check that the plan fits, load, and compare what is taken with the plan at each checkpoint.
+
+    rehearse: also read a prompt piece and run a window, to compare what they take. Raises ModelLoadError, PlanRefused,
+    PlanMismatch or FilesUnusable.
+    """
+    began = time.perf_counter()
+    path = model_path(config.model)
+    spec = read_spec(path, config.parts)
+    device = device_of(config.device)
+    reason = why_not_compiled(config, spec, device)
+    machine = machine_of(device)
+    num_threads = config.threads or default_threads()
+    torch.set_num_threads(num_threads)
+    # Denormals in decayed states cost a hundred times a normal multiply and carry no information.
+    torch.set_flush_denormal(True)
+    num_ids = min(spec.vocab_size, num_known_tokens(config.text_path) or spec.vocab_size)
+    with Checkpoint(open_source(path, spec, config.parts)) as checkpoint:
+        if reason is not None:
+            level = logging.INFO if config.kernels == "torch" else logging.WARNING
+            _log.log(level, "the torch layers run, several times slower: %s", reason)
+            loaded = _load_layers(checkpoint, config, spec, machine, device, num_threads, num_ids)
+        elif machine.has_gpu:
+            loaded = load_cuda_step(checkpoint, config, spec, machine, device, num_ids)
+        else:
+            loaded = _load_native_step(checkpoint, config, spec, machine, num_threads, num_ids)
+    engine = assemble(config, spec, loaded, began)
+    if rehearse:
+        engine.rehearse(loaded.marks)
+    if (line := low_memory_line(free_bytes(device), loaded.plan.cache)) is not None:
+        _log.warning("%s", line)
+    return engine
+
+
+def machine_of(device: torch.device) -> Machine:
+    """What a start on a device can plan with."""
+    return Machine(
+        has_gpu=device.type == "cuda",
+        device_bytes=free_bytes(device),
+        host_bytes=free_host_bytes(),
+    )
+
+
+def assemble(config: EngineConfig, spec: ModelSpec, loaded: Loaded, began: float) -> TorchEngine:
+    """The engine around what was loaded since `began` (time.perf_counter). Raises FilesUnusable."""
+    plan = loaded.plan
+    info = EngineInfo(
+        model_name=spec.name,
+        vocab_size=spec.vocab_size,
+        max_context=plan.limits.max_context,
+        num_slots=config.num_slots,
+        chunk_tokens=plan.limits.chunk_tokens,
+        max_draft=plan.limits.max_draft,
+        device=str(loaded.state.device),
+        dtype=str(plan.dtype).removeprefix("torch."),
+        kernels=loaded.kernels,
+        load_s=time.perf_counter() - began,
+        memory_plan=loaded.plan_items(),
+        reads_as_decodes=loaded.reads_as_decodes,
+        kv_dtype=str(plan.kv_dtype).removeprefix("torch."),
+    )
+    parked = ParkedStates(loaded.state, max_bytes=config.max_parked_bytes)
+    return TorchEngine(
+        spec=spec,
+        trunk=loaded.trunk,
+        draft=loaded.draft,
+        chain=loaded.chain,
+        experts=loaded.experts,
+        state=loaded.state,
+        picker=loaded.picker,
+        grammars=GrammarCompiler(config.text_path, spec.vocab_size),
+        info=info,
+        parked=parked,
+        files=_open_files(config, info, parked),
+    )
+
+
+def _open_files(config: EngineConfig, info: EngineInfo, parked: ParkedStates) -> ParkedFiles | None:
+    """The directory of conversation files, if there is to be one. Raises FilesUnusable."""
+    if config.parked_dir is None:
+        return None
+    decisive = (
+        *(torch.__version__, info.dtype, info.device.partition(":")[0], info.kernels),
+        *(info.kv_dtype, config.exact, info.chunk_tokens, info.max_context),
+        *(model_fingerprint(path, ()) for path in config.parts.paths()),
+    )
+    layout = FileLayout(
+        fingerprint=model_fingerprint(model_path(config.model), decisive),
+        block_bytes=parked.page_bytes,
+        blocks_per_checkpoint=parked.blocks_per_checkpoint,
+    )
+    return ParkedFiles(Path(config.parked_dir), layout)
+
+
+def _load_native_step(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    spec: ModelSpec,
+    machine: Machine,
+    num_threads: int,
+    num_token_ids: int,
+) -> Loaded:
+    """The compiled CPU step; all its weights are read at once, so the later checkpoints find nothing new."""
+    limits = limits_of(config, spec, has_gpu=False)
+    lines = planned_lines(checkpoint.source, spec, limits, num_threads)
+    plan = plan_start(config, spec, machine, torch.float32, step_lines=lines)
+    marks = StartupMarks(plan.memory)
+    state = _new_state(plan, torch.device("cpu"))
+    step = NativeStep(checkpoint, spec, state, limits, num_threads)
+    _reach_loaded(marks)
+    return Loaded(
+        trunk=NativeTrunk(step),
+        draft=NativeDraft(step) if plan.with_draft else None,
+        picker=NativePicker(num_token_ids, spec.vocab_size),
+        state=state,
+        kernels="compiled step",
+        reads_as_decodes=True,
+        plan=plan,
+        marks=marks,
+        part_bytes=step.part_bytes,
+    )
+
+
+def load_cuda_step(
+    source: TensorSource,
+    config: EngineConfig,
+    spec: ModelSpec,
+    machine: Machine,
+    device: torch.device,
+    num_token_ids: int,
+    random: RandomTensors | None = None,
+) -> Loaded:
+    """The Triton kernels with their graphs captured; experts are rounded to 4 bits as they are read.
+
+    random: see engine.cuda.weights.CudaLoader.
+    """
+    # Only here: Triton is there beside a CUDA build of torch alone.
+    from engine.cuda.backend import build_cuda_step, load_cuda_model, planned_cuda_lines
+    from engine.cuda.pick_rows import CudaPicker
+
+    limits = limits_of(config, spec, has_gpu=True)
+    lines = planned_cuda_lines(source, spec, limits)
+    plan = plan_start(config, spec, machine, torch.bfloat16, step_lines=lines)
+    _log.info("the Triton kernels run, with experts rounded to 4 bits")
+    marks = StartupMarks(plan.memory)
+    state = _new_state(plan, device)
+    model = load_cuda_model(
+        source,
+        spec,
+        device=device,
+        max_context=limits.max_context,
+        with_draft=plan.with_draft,
+        random=random,
+    )
+    backend = build_cuda_step(
+        model, state, num_token_ids=num_token_ids, graphs=device.type == "cuda"
+    )
+    backend.prepare()
+    _reach_loaded(marks)
+    return Loaded(
+        trunk=backend.trunk,
+        draft=backend.draft,
+        chain=backend.draft,
+        picker=CudaPicker(backend.step),
+        state=state,
+        kernels=backend.name,
+        plan=plan,
+        marks=marks,
+        part_bytes=backend.part_bytes,
+    )
+
+
+def _reach_loaded(marks: StartupMarks) -> None:
+    """Of a step that reads its weights at once."""
+    for reached in (Step.WEIGHTS, Step.HEAD, Step.CACHE, Step.FILL, Step.HITS):
+        marks.reach(reached)
+
+
+def _load_layers(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    spec: ModelSpec,
+    machine: Machine,
+    device: torch.device,
+    num_threads: int,
+    num_token_ids: int,
+) -> Loaded:
+    """The torch layers, in the order of product.md D7."""
+    dtype = dtype_of(config.dtype, has_gpu=machine.has_gpu)
+    plan = plan_start(config, spec, machine, dtype)
+    marks = StartupMarks(plan.memory)
+    loader = ModelLoader(
+        checkpoint,
+        spec,
+        dtype=dtype,
+        device=device,
+        exact=config.exact,
+        max_context=plan.limits.max_context,
+        num_workers=config.pool_workers or num_threads,
+        tiered=plan.experts.is_tiered,
+        ple_io=config.ple_io,
+    )
+    model = loader.load(with_draft=plan.with_draft)
+    state = _new_state(plan, device)
+    marks.reach(Step.WEIGHTS)
+    loader.load_head(model.trunk)
+    marks.reach(Step.HEAD)
+    plan = plan.resized(free_bytes(device))
+    marks.plan = plan.memory
+    for line in plan.cache.lines:
+        _log.info("%s", line)
+    loader.load_experts(plan.experts, marks)
+    loader.finish(with_draft=plan.with_draft)
+    part_bytes = dict(model.part_bytes)
+    if model.experts is not None:
+        part_bytes[TIER_ONE] = model.experts.slot_bytes
+        part_bytes[TIER_TWO] = model.experts.host_bytes
+    return Loaded(
+        trunk=model.trunk,
+        draft=model.draft,
+        picker=Picker(num_token_ids),
+        experts=model.experts,
+        state=state,
+        kernels=f"torch layers, {model.report.line()}",
+        plan=plan,
+        marks=marks,
+        part_bytes=part_bytes,
+    )
+
+
+def _new_state(plan: StartPlan, device: torch.device) -> SlotState:
+    return SlotState(
+        plan.spec,
+        num_slots=plan.limits.num_slots,
+        max_context=plan.limits.max_context,
+        dtype=plan.dtype,
+        kv_dtype=plan.kv_dtype,
+        device=device,
+    )
+
+
+def num_known_tokens(directory: Path) -> int | None:
+    """One more than the largest id that has text, from the checkpoint's tokenizer; None without one."""
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        return None
+    from tokenizers import Tokenizer
+
+    vocab = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
+    return max(vocab.values()) + 1

@@ -1,0 +1,56 @@
+"""What the engine calls to compute rows. Torch layers, the compiled CPU step and the CUDA step stand behind it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from engine.sampling import PickRow, Picks
+    from engine.state import KeptRows, Rows, SlotState
+
+
+class TrunkSteps(Protocol):
+    """See engine.model.Trunk, the plainest of them. Results may be overwritten by the next call of the same kind."""
+
+    @property
+    def ngram_context(self) -> int:
+        """Ids before a row's own that it is computed from."""
+        ...
+
+    def window(self, ids: Tensor, rows: Rows, state: SlotState) -> Tensor: ...
+    def chunk(self, ids: Tensor, slot: int, start: int, state: SlotState) -> Tensor: ...
+    def logits(self, streams: Tensor) -> Tensor: ...
+    def commit(self, kept: Mapping[int, KeptRows], streams: Tensor, state: SlotState) -> None: ...
+
+
+class DraftSteps(Protocol):
+    """See engine.mtp.DraftLayer."""
+
+    def read_chunk(
+        self, ids: Tensor, streams: Tensor, slot: int, start: int, state: SlotState
+    ) -> None: ...
+    def read_rows(self, ids: Tensor, streams: Tensor, rows: Rows, state: SlotState) -> None: ...
+    def draft(
+        self, ids: Tensor, streams: Tensor, rows: Rows, last: Tensor, state: SlotState
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class DraftChain(Protocol):
+    """Drafts several tokens in one go, picking them itself."""
+
+    def can_pick(self, row: PickRow) -> bool:
+        """Whether a chain may begin with such a pick; the others are picked one by one by the engine's RowPicker."""
+        ...
+
+    def chain(
+        self, ids: Tensor, streams: Tensor, rows: Rows, picks: Sequence[Sequence[PickRow]]
+    ) -> list[Picks]:
+        """Write the cells of R rows, as DraftSteps.draft, and draft len(picks) tokens for each of their B slots.
+
+        picks: by step, then by slot. No step is left out: the caller cuts each chain where its gate says.
+        """
+        ...

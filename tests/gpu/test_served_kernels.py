@@ -1,0 +1,208 @@
+"""The served engine with the Triton kernels: texts that depend on nothing but themselves, plan, and hidden costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.engine import TorchEngine
+from engine.errors import ConfigMismatch
+from engine.instruments import count_allocations
+from engine.interface import (
+    PAGE_TOKENS,
+    DecodeStep,
+    PrefillChunk,
+    Resume,
+    SamplingParams,
+    SavePage,
+    SlotStart,
+    Suspend,
+    WindowPlan,
+)
+from engine.loading import load_engine
+from scheduler.config import CacheConfig, SchedulerConfig
+from tests.gpu.conversing import converse
+from tests.property.schedules import TURN_ID, Server, Texts
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+CONFIG = EngineConfig(device="cuda", max_context=1024, chunk_tokens=128)
+NUM_IDS = 24
+SAMPLING = {
+    "greedy": SamplingParams(temperature=0.0),
+    "sampled": SamplingParams(temperature=1.0, seed=11),
+    "nucleus": SamplingParams(temperature=0.8, top_k=20, top_p=0.9, seed=12),
+    "torch picks": SamplingParams(temperature=0.9, top_p=0.8, seed=13),
+    "penalties": SamplingParams(temperature=0.9, repetition_penalty=1.2, seed=14),
+}
+
+
+@pytest.fixture(scope="module")
+def engine() -> TorchEngine:
+    return load_engine(replace(CONFIG, kernels="compiled"), rehearse=True)
+
+
+def text(num_tokens: int, seed: int) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(0, 8000, (num_tokens,), generator=generator).tolist())
+
+
+def read(engine: TorchEngine, slot: int, ids: tuple[int, ...], sampling: SamplingParams) -> int:
+    """Read a prompt in the engine's own chunks; the first output token."""
+    size = engine.info.chunk_tokens
+    starts = (SlotStart(slot=slot, sampling=sampling),)
+    token_id = -1
+    for first in range(0, len(ids), size):
+        part = ids[first : first + size]
+        is_last = first + size >= len(ids)
+        chunk = PrefillChunk(slot=slot, start=first, token_ids=part, is_last=is_last)
+        result = engine.run_window(WindowPlan(starts=starts, chunks=(chunk,)))
+        assert not result.failures
+        starts = ()
+        if is_last:
+            (token_id,) = result.tokens[0].token_ids
+    return token_id
+
+
+def decode(
+    engine: TorchEngine, slots: tuple[int, ...], max_draft: int, num_ids: int = NUM_IDS
+) -> dict[int, list[int]]:
+    """Windows of all these slots together until each has so many ids."""
+    found: dict[int, list[int]] = {slot: [] for slot in slots}
+    while any(len(ids) < num_ids for ids in found.values()):
+        steps = tuple(DecodeStep(slot=s, max_draft=max_draft, spec_min_p=0.2) for s in slots)
+        result = engine.run_window(WindowPlan(decodes=steps))
+        assert not result.failures
+        for tokens in result.tokens:
+            found[tokens.slot].extend(tokens.token_ids)
+    return {slot: ids[:num_ids] for slot, ids in found.items()}
+
+
+@pytest.mark.parametrize("kind", SAMPLING)
+def test_a_text_is_the_same_alone_in_company_and_with_drafts(
+    engine: TorchEngine, kind: str
+) -> None:
+    ids, sampling = text(150, 1), SAMPLING[kind]
+    expected = [read(engine, 0, ids, sampling), *decode(engine, (0,), 0)[0]]
+    for max_draft in (1, 4):
+        found = [read(engine, 2, ids, sampling), *decode(engine, (2,), max_draft)[2]]
+        assert found == expected
+    for max_draft in (0, 4):
+        first = read(engine, 1, ids, sampling)
+        for slot, other in zip((0, 2, 3), SAMPLING.values(), strict=False):
+            read(engine, slot, text(40 + 90 * slot, slot), other)
+        assert [first, *decode(engine, (0, 1, 2, 3), max_draft)[1]] == expected
+
+
+def test_a_text_is_the_same_when_it_was_parked_and_restored_into_another_slot(
+    engine: TorchEngine,
+) -> None:
+    sampling = SAMPLING["sampled"]
+    ids = text(300, 3)
+    expected = [read(engine, 0, ids, sampling), *decode(engine, (0,), 4)[0]]
+    known = [read(engine, 0, ids, sampling), *decode(engine, (0,), 4, 7)[0]]
+    # A window may have given more than was asked for; what is parked is all of it.
+    known = list(engine._sequence(0).ids[len(ids) :])
+    pages = -(-(len(ids) + len(known)) // PAGE_TOKENS)
+    saves = tuple(SavePage(slot=0, page_id=i, index=i) for i in range(pages))
+    read(engine, 1, text(200, 5), sampling)
+    beside = DecodeStep(slot=1, max_draft=4, spec_min_p=0.0)
+    suspend = Suspend(slot=0, checkpoint_id=0)
+    engine.run_window(WindowPlan(suspends=(suspend,), saves=saves, decodes=(beside,)))
+    read(engine, 0, text(300, 4), sampling)
+    resume = Resume(
+        checkpoint_id=0,
+        page_ids=tuple(range(pages)),
+        token_ids=(*ids, *known),
+        num_output=len(known),
+    )
+    start = SlotStart(slot=3, sampling=sampling, resume=resume)
+    engine.run_window(WindowPlan(starts=(start,), decodes=(beside,)))
+    rest = decode(engine, (0, 1, 3), 4, len(expected))[3]
+    assert [*known, *rest][: len(expected)] == expected
+    engine.run_window(WindowPlan(drop_page_ids=tuple(range(pages)), drop_checkpoint_ids=(0,)))
+
+
+def test_the_scheduler_parks_and_restores_beside_running_windows() -> None:
+    """Follow-ups read the last answer again, so that parked or not their texts are the same."""
+    engine = load_engine(replace(CONFIG, num_slots=2))
+    parking = SchedulerConfig(
+        turn_token_id=TURN_ID,
+        cache=CacheConfig(min_free_bytes=0, min_shared_tokens=64),
+        preempt_wait_s=0.3,
+        preempt_run_s=0.3,
+    )
+    plain = replace(parking, cache=CacheConfig(max_conversations=0))
+    texts = Texts(vocab_size=8000, system_tokens=1, user_tokens=90, max_tokens=40, max_prompt=900)
+    found = [converse(Server(engine, one), texts) for one in (parking, plain)]
+    assert found[0][0] == found[1][0]
+    assert found[0][1] > 500
+    assert found[1][1] == 0
+
+
+def test_a_slot_whose_logits_are_not_finite_fails_alone(engine: TorchEngine) -> None:
+    sampling = SAMPLING["greedy"]
+    ids = text(60, 8)
+    expected = [read(engine, 0, ids, sampling), *decode(engine, (0,), 0)[0]]
+    found = [read(engine, 0, ids, sampling)]
+    read(engine, 1, ids, sampling)
+    engine.state.s[0, 1, 0, 0, 0] = float("nan")
+    steps = tuple(DecodeStep(slot=s, max_draft=0, spec_min_p=0.5) for s in (0, 1))
+    result = engine.run_window(WindowPlan(decodes=steps))
+    assert [failure.slot for failure in result.failures] == [1]
+    found += [i for tokens in result.tokens for i in tokens.token_ids]
+    assert [*found, *decode(engine, (0,), 0)[0]][: len(expected)] == expected
+
+
+def test_planned_memory_is_what_the_device_gives(engine: TorchEngine) -> None:
+    held = [item for item in engine.info.memory_plan if item.actual_bytes is not None]
+    assert {"experts, 4 bits", "step buffers", "session s"} <= {item.name for item in held}
+    assert all(item.planned_bytes == item.actual_bytes for item in held)
+    assert engine.info.dtype == "bfloat16"
+    assert "4 bits" in engine.info.kernels
+    assert not engine.info.reads_as_decodes
+
+
+def test_a_steady_window_takes_no_device_memory_and_waits_only_for_its_results(
+    engine: TorchEngine,
+) -> None:
+    for slot in range(4):
+        read(engine, slot, text(100, slot), SAMPLING["sampled"])
+    steps = tuple(DecodeStep(slot=s, max_draft=4, spec_min_p=0.0) for s in range(4))
+
+    def window() -> None:
+        assert not engine.run_window(WindowPlan(decodes=steps)).failures
+
+    for _ in range(3):
+        window()
+    assert count_allocations(window).device_calls == 0
+    waits = count_waits(window)
+    # The drafts, whose number is the window's; and the picks.
+    assert waits == 2
+
+
+def count_waits(work: object) -> int:
+    """How often torch waits for the device while `work` runs."""
+    assert callable(work)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with pytest.warns(UserWarning) as found:
+            work()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing" in str(one.message) for one in found)
+
+
+def test_what_the_kernels_cannot_do_is_refused_when_asked_for_and_left_to_torch_otherwise() -> None:
+    for changes, reason in (
+        ({"dtype": "float32"}, "it computes in bfloat16, not in float32"),
+        ({"expert_cache": 4}, "without tiers"),
+        ({"kv": "fp32"}, "not in fp32"),
+    ):
+        wanted = replace(CONFIG, **changes)
+        with pytest.raises(ConfigMismatch, match=reason):
+            load_engine(replace(wanted, kernels="compiled"))
+        assert load_engine(wanted).info.kernels.startswith("torch layers")
