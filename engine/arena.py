@@ -72,8 +72,8 @@ def pin_memory(slab: Tensor) -> None:
     """Page-lock a tensor where it is: torch's own pinned memory would be rounded up to a power of two."""
     runtime = torch.cuda.cudart()
     assert runtime is not None
-    error = runtime.cudaHostRegister(slab.data_ptr(), slab.numel(), 0)
+    error = runtime.cudaHostRegister(slab.data_ptr(), slab.nbytes, 0)
     if int(error) != 0:
         raise KernelFailure(
-            f"{slab.numel()} bytes of host memory cannot be pinned: CUDA error {int(error)}"
+            f"{slab.nbytes} bytes of host memory cannot be pinned: CUDA error {int(error)}"
         )
