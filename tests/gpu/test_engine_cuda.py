@@ -25,7 +25,10 @@ from scheduler.config import CacheConfig, SchedulerConfig
 from tests.gpu.conversing import converse
 from tests.property.schedules import TURN_ID, Server, Texts
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
+
+NUM_THREADS = 2
+"""Of the CPU's engine: tests run beside each other."""
 
 GREEDY = SamplingParams(temperature=0.0)
 LOGITS = 2e-3
@@ -33,7 +36,7 @@ LOGITS = 2e-3
 
 
 def load(device: str, dtype: str = "float32") -> TorchEngine:
-    return load_engine(EngineConfig(device=device, dtype=dtype, max_context=1024, kernels="torch"))
+    return load_engine(EngineConfig(device=device, dtype=dtype, max_context=1024, kernels="torch", threads=NUM_THREADS))
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +46,8 @@ def cuda() -> TorchEngine:
 
 @pytest.fixture(scope="module")
 def cpu() -> TorchEngine:
-    return load_engine(EngineConfig(device="cpu", dtype="float32", max_context=1024))
+    config = EngineConfig(device="cpu", dtype="float32", max_context=1024, threads=NUM_THREADS)
+    return load_engine(config)
 
 
 def text(num_tokens: int, seed: int) -> list[int]:
@@ -122,7 +126,9 @@ def test_parked_in_pinned_memory_and_restored(cuda: TorchEngine) -> None:
 
 def test_the_scheduler_parks_and_restores_beside_running_windows() -> None:
     """Copies on their own stream, from and to pinned memory, while other slots decode."""
-    config = EngineConfig(device="cuda", dtype="float32", max_context=1024, num_slots=2)
+    config = EngineConfig(
+        device="cuda", dtype="float32", max_context=1024, num_slots=2, threads=NUM_THREADS
+    )
     engine = load_engine(config)
     parking = SchedulerConfig(
         turn_token_id=TURN_ID,

@@ -29,7 +29,7 @@ from tests.property.schedules import TURN_ID, Server, Texts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
-CONFIG = EngineConfig(device="cuda", max_context=1024, chunk_tokens=128)
+CONFIG = EngineConfig(device="cuda", max_context=1024, chunk_tokens=128, threads=2)
 NUM_IDS = 24
 SAMPLING = {
     "greedy": SamplingParams(temperature=0.0),
