@@ -36,7 +36,11 @@ LOGITS = 2e-3
 
 
 def load(device: str, dtype: str = "float32") -> TorchEngine:
-    return load_engine(EngineConfig(device=device, dtype=dtype, max_context=1024, kernels="torch", threads=NUM_THREADS))
+    return load_engine(
+        EngineConfig(
+            device=device, dtype=dtype, max_context=1024, kernels="torch", threads=NUM_THREADS
+        )
+    )
 
 
 @pytest.fixture(scope="module")

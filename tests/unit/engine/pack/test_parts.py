@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.config import EngineConfig, ModelParts
-from engine.engine import load_engine
 from engine.errors import ConfigMismatch, WeightMismatch
+from engine.loading import load_engine
 from engine.pack.experts import make_table
 from engine.pack.index import ALIGN, IndexRow, Kind, PackFile, PackIndex, aligned
 from engine.sources.base import TensorSource
