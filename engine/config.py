@@ -67,7 +67,7 @@ class EngineConfig:
     parked_dir: str | None = None
     """Directory for conversation files; None keeps none."""
     kernels: str = "auto"
-    """auto, compiled (the CPU step in C, refused where it cannot run) or torch."""
+    """auto, compiled (C on a CPU, Triton kernels on a GPU; refused where they cannot run) or torch."""
     exact: bool = True
     """Rows never depend on their company (product.md D3)."""
 
