@@ -153,6 +153,10 @@ class TorchEngine:
             raise PlanError("a compiled step has no layers to look at: load with kernels torch")
         return self._trunk
 
+    def sequence_ids(self, slot: int) -> tuple[int, ...]:
+        """Every id known of the sequence in a slot, for instruments. Raises PlanError without one."""
+        return tuple(self._sequence(slot).ids)
+
     @property
     def steps(self) -> TrunkSteps:
         """What computes, for instruments."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -25,6 +25,18 @@ class TrunkSteps(Protocol):
     def chunk(self, ids: Tensor, slot: int, start: int, state: SlotState) -> Tensor: ...
     def logits(self, streams: Tensor) -> Tensor: ...
     def commit(self, kept: Mapping[int, KeptRows], streams: Tensor, state: SlotState) -> None: ...
+
+
+@runtime_checkable
+class StagedSteps(TrunkSteps, Protocol):
+    """A compiled trunk whose window can be run in parts, to measure them."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    def stages(self, rows: Rows) -> dict[str, Callable[[], None]]:
+        """Parts of the last window, which had these rows, by name: `start`, every kind of layer, `head`."""
+        ...
 
 
 class DraftSteps(Protocol):

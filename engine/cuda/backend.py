@@ -23,7 +23,7 @@ from engine.memory_plan import MIB, TABLE, Place, PlanLine, Step
 from engine.state import SlotState
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from engine.cuda.random_model import RandomTensors
     from engine.cuda.weights import CudaModel, TensorSource
@@ -49,6 +49,15 @@ class CudaTrunk:
         """See engine.model.Trunk.window. The streams are overwritten by the next window."""
         counts = rows.counts()
         return self.step.window(ids, rows.slots, counts, _starts(rows))
+
+    @property
+    def num_layers(self) -> int:
+        """Of the trunk."""
+        return len(self.step.model.layers)
+
+    def stages(self, rows: Rows) -> dict[str, Callable[[], None]]:
+        """See engine.steps.StagedSteps."""
+        return self.step.stages(sum(rows.counts()))
 
     def chunk(self, ids: Tensor, slot: int, start: int, state: SlotState) -> Tensor:
         """See engine.model.Trunk.chunk."""

@@ -12,8 +12,9 @@ import argparse
 import json
 import statistics
 import time
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,11 +30,23 @@ from engine.cuda.prefill import Prefill
 from engine.cuda.products import product, product_into_streams
 from engine.cuda.qsa import attend
 from engine.cuda.random_model import REAL_CONFIG, RandomTensors, real_spec
-from engine.interface import SamplingParams
+from engine.instruments import count_allocations
+from engine.interface import (
+    PAGE_TOKENS,
+    DecodeStep,
+    PrefillChunk,
+    Resume,
+    SamplingParams,
+    SavePage,
+    SlotStart,
+    Suspend,
+    WindowPlan,
+)
 from engine.loading import assemble, load_cuda_step, machine_of
 from engine.memory_plan import MIB
 from engine.sampling import PickRow
 from engine.state import KeptRows
+from engine.tools.floor import measure_floor
 
 if TYPE_CHECKING:
     from engine.cuda.step import CudaStep
@@ -448,6 +461,130 @@ def parking(bench: Bench) -> list[dict[str, Any]]:
     ]
 
 
+def served(bench: Bench) -> list[dict[str, Any]]:
+    """Windows through TorchEngine.run_window, host and picks included; what they allocate and wait for."""
+    engine = bench.engine
+    found: list[dict[str, Any]] = []
+    for slots in (1, 4):
+        for max_draft in (0, 4):
+            for slot in range(slots):
+                _seat(engine, slot, 512)
+            steps = tuple(
+                DecodeStep(slot=slot, max_draft=max_draft, spec_min_p=0.0) for slot in range(slots)
+            )
+            plan = WindowPlan(decodes=steps)
+            rows = slots * (1 + max_draft)
+            engine.run_window(plan)
+            tokens: list[int] = []
+
+            def window(plan: WindowPlan = plan, tokens: list[int] = tokens) -> None:
+                result = engine.run_window(plan)
+                tokens.append(sum(len(one.token_ids) for one in result.tokens))
+
+            ms = _host_ms(window)
+            graph = median_ms(lambda n=rows: bench.step.replay_window(n))
+            found.append(
+                {
+                    "rows": rows,
+                    "slots": slots,
+                    "drafts": max_draft,
+                    "ms": ms,
+                    "window_graph_ms": graph,
+                    "tokens_per_window": statistics.mean(tokens),
+                    "cuda_mallocs": count_allocations(window).device_calls,
+                    "waits": _count_waits(window),
+                }
+            )
+    return found
+
+
+def _seat(engine: TorchEngine, slot: int, num_tokens: int) -> None:
+    """A sequence of random ids, read in the engine's pieces."""
+    ids = torch.randint(4, engine.info.vocab_size, (num_tokens,)).tolist()
+    size = engine.info.chunk_tokens
+    starts = (SlotStart(slot=slot, sampling=SamplingParams(temperature=1.0, seed=slot)),)
+    for first in range(0, num_tokens, size):
+        part = tuple(ids[first : first + size])
+        last = first + size >= num_tokens
+        chunk = PrefillChunk(slot=slot, start=first, token_ids=part, is_last=last)
+        engine.run_window(WindowPlan(starts=starts, chunks=(chunk,)))
+        starts = ()
+
+
+def _count_waits(work: Callable[[], object]) -> int:
+    """How often torch waits for the device."""
+    torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        work()
+    torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing" in str(one.message) for one in caught)
+
+
+def floors(bench: Bench) -> list[dict[str, Any]]:
+    """`stratagate floor` of this model: every slot at one position."""
+    found: list[dict[str, Any]] = []
+    for rows in (1, 5):
+        measured = measure_floor(bench.engine, rows=rows, position=512, windows=_REPEATS)
+        found.append({"text": measured.text().splitlines()})
+    return found
+
+
+def restoring(bench: Bench) -> list[dict[str, Any]]:
+    """Parking a conversation and restoring it into another slot, and windows beside the copies."""
+    engine = bench.engine
+    pages = range(-(-_PARKED_TOKENS // PAGE_TOKENS))
+    for slot in range(4):
+        _seat(engine, slot, _PARKED_TOKENS if slot == 3 else 512)
+    saves = tuple(SavePage(slot=3, page_id=i, index=i) for i in pages)
+    park = WindowPlan(suspends=(Suspend(slot=3, checkpoint_id=0),), saves=saves)
+    drop = WindowPlan(drop_page_ids=tuple(pages), drop_checkpoint_ids=(0,))
+    ids = tuple(engine.sequence_ids(3))
+    resume = Resume(checkpoint_id=0, page_ids=tuple(pages), token_ids=ids, num_output=1)
+    start = SlotStart(slot=2, sampling=SamplingParams(temperature=1.0), resume=resume)
+    steps = tuple(DecodeStep(slot=slot, max_draft=4, spec_min_p=0.0) for slot in (0, 1))
+    beside = WindowPlan(decodes=steps)
+    first = _timed(engine, park)
+    engine.run_window(drop)
+    times: dict[str, list[float]] = {}
+    for _ in range(7):
+        for what, plan in (
+            ("park 9,000 tokens", park),
+            ("restore 9,000 tokens", WindowPlan(starts=(start,))),
+            ("drop", drop),
+            ("window of 2 slots, 10 rows", beside),
+            (
+                "the same while 9,000 tokens are parked",
+                replace(beside, suspends=park.suspends, saves=park.saves),
+            ),
+            ("the same while they are restored", replace(beside, starts=(start,))),
+            ("drop", drop),
+        ):
+            issued, done = _timed(engine, plan)
+            times.setdefault(what, []).append(done)
+            times.setdefault(f"{what}, until run_window returns", []).append(issued)
+    size = len(pages) * engine.info.page_bytes + engine.info.checkpoint_bytes
+    return [
+        {"what": "parked MiB", "mib": size / MIB},
+        {"what": "park for the first time, pinning the memory", "ms": first[1]},
+        *(
+            {"what": what, "ms": statistics.median(ms), "largest_ms": max(ms)}
+            for what, ms in times.items()
+            if not what.startswith("drop")
+        ),
+    ]
+
+
+def _timed(engine: TorchEngine, plan: WindowPlan) -> tuple[float, float]:
+    """Milliseconds until a window has returned, and until the device has nothing left to do."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    engine.run_window(plan)
+    issued = time.perf_counter()
+    torch.cuda.synchronize()
+    return (issued - began) * 1e3, (time.perf_counter() - began) * 1e3
+
+
 def transformers_step(layers: int) -> dict[str, Any]:
     """One decode step of Hugging Face transformers on random weights of the same geometry, bf16 experts."""
     import transformers
@@ -522,6 +659,9 @@ def main() -> None:
         ("drafts", lambda: drafts(bench)),
         ("rates", lambda: rates(results["windows"], results["drafts"])),
         ("parts", lambda: parts(bench, 1) + parts(bench, 20)),
+        ("served", lambda: served(bench)),
+        ("floors", lambda: floors(bench)),
+        ("restoring", lambda: restoring(bench)),
         ("parking", lambda: parking(bench)),
         ("prefill", lambda: prefills(bench)),
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,9 +29,10 @@ from engine.sampling import Picks
 from engine.state import WINDOW_ROWS, KeptRows
 
 if TYPE_CHECKING:
+    from engine.cuda.gdn import GdnWeights
     from engine.cuda.qsa import QsaWeights
     from engine.cuda.residual import ResidualWeights
-    from engine.cuda.weights import CudaDraftLayer, CudaModel
+    from engine.cuda.weights import CudaDraftLayer, CudaLayer, CudaModel
     from engine.model_spec import ModelSpec
     from engine.sampling import PickRow
     from engine.state import SlotState
@@ -258,56 +260,95 @@ class CudaStep:
         commit_rows(self.state, kept, self.model.spec.gdn)
         keep_streams(self.state, self.buffers.streams, kept, firsts)
 
+    def stages(self, num_rows: int) -> dict[str, Callable[[], None]]:
+        """Parts of the last window, each to be run by itself for measuring: the start, all layers of a kind, the head."""
+        kinds: dict[str, list[CudaLayer]] = {}
+        for layer in self.model.layers:
+            kind = "QSA" if layer.gdn is None else "GDN"
+            kinds.setdefault(kind if layer.ple is None else f"{kind} with PLE", []).append(layer)
+        ids, streams = self._rows(num_rows)
+
+        def run_layers(layers: Sequence[CudaLayer]) -> None:
+            for layer in layers:
+                self._layer(layer, ids, streams)
+
+        works: dict[str, Callable[[], None]] = {
+            "start": lambda: self._start(ids, streams),
+            **{kind: partial(run_layers, layers) for kind, layers in kinds.items()},
+            "head": lambda: self._window_head(streams),
+        }
+        return {
+            name: partial(self._graphs.run, ("stage", name, num_rows), work)
+            for name, work in works.items()
+        }
+
     def _window(self, num_rows: int) -> None:
-        model, spec, b = self.model, self.model.spec, self.buffers
+        ids, streams = self._rows(num_rows)
+        self._start(ids, streams)
+        for layer in self.model.layers:
+            self._layer(layer, ids, streams)
+        self._window_head(streams)
+
+    def _rows(self, num_rows: int) -> tuple[Tensor, Tensor]:
+        """A window's ids int64 [R, context + 1] and streams [R, S*H]."""
+        spec, b = self.model.spec, self.buffers
         context = spec.ple.ngram_size if spec.ple else 1
-        ids = b.ids[: num_rows * context].view(num_rows, context)
-        streams = b.streams[:num_rows]
-        streams.copy_(model.embedding.index_select(0, ids[:, -1]).repeat(1, spec.num_streams))
-        for layer in model.layers:
-            if layer.ple is not None:
-                assert spec.ple is not None
-                assert b.ple is not None
-                ple_into_streams(
-                    streams,
-                    ids,
-                    layer.ple,
-                    b.ple,
-                    self.layout,
-                    self.state,
-                    spec.ple,
-                    spec.num_streams,
-                    spec.norm_eps,
-                    b.products,
-                )
-            if layer.gdn is not None:
-                mixed, inject = self.read(streams, layer.mixer_residual)
-                projected = product(
-                    mixed,
-                    layer.gdn.in_proj,
-                    self.projected(num_rows, layer.gdn.in_proj),
-                    b.products,
-                )
-                middle = self.middle(num_rows, spec.gdn.value_channels)
-                gdn_window(
-                    projected,
-                    layer.gdn,
-                    b.gdn,
-                    self.layout,
-                    self.state,
-                    layer.gdn_index,
-                    spec.gdn,
-                    spec.norm_eps,
-                    middle,
-                )
-                product_into_streams(middle, layer.gdn.out_proj, streams, inject, b.products)
-            else:
-                assert layer.qsa is not None
-                mixed, inject = self.read(streams, layer.mixer_residual)
-                self._attention(mixed, layer.qsa, streams, inject)
-            mixed, inject = self.read(streams, layer.moe_residual)
-            moe_into_streams(mixed, layer.moe, b.moe, streams, inject, spec.moe, b.products)
-        self._head(streams, model.final, b.logits[:num_rows])
+        return b.ids[: num_rows * context].view(num_rows, context), b.streams[:num_rows]
+
+    def _start(self, ids: Tensor, streams: Tensor) -> None:
+        embedded = self.model.embedding.index_select(0, ids[:, -1])
+        streams.copy_(embedded.repeat(1, self.model.spec.num_streams))
+
+    def _window_head(self, streams: Tensor) -> None:
+        self._head(streams, self.model.final, self.buffers.logits[: streams.shape[0]])
+
+    def _layer(self, layer: CudaLayer, ids: Tensor, streams: Tensor) -> None:
+        """One layer of a window, in place on the streams."""
+        spec, b = self.model.spec, self.buffers
+        if layer.ple is not None:
+            assert spec.ple is not None
+            assert b.ple is not None
+            ple_into_streams(
+                streams,
+                ids,
+                layer.ple,
+                b.ple,
+                self.layout,
+                self.state,
+                spec.ple,
+                spec.num_streams,
+                spec.norm_eps,
+                b.products,
+            )
+        mixed, inject = self.read(streams, layer.mixer_residual)
+        if layer.gdn is not None:
+            self._gdn(mixed, layer.gdn, layer.gdn_index, streams, inject)
+        else:
+            assert layer.qsa is not None
+            self._attention(mixed, layer.qsa, streams, inject)
+        mixed, inject = self.read(streams, layer.moe_residual)
+        moe_into_streams(mixed, layer.moe, b.moe, streams, inject, spec.moe, b.products)
+
+    def _gdn(
+        self, mixed: Tensor, weights: GdnWeights, index: int, streams: Tensor, inject: Tensor
+    ) -> None:
+        spec, b = self.model.spec, self.buffers
+        num_rows = mixed.shape[0]
+        projected = self.projected(num_rows, weights.in_proj)
+        product(mixed, weights.in_proj, projected, b.products)
+        middle = self.middle(num_rows, spec.gdn.value_channels)
+        gdn_window(
+            projected,
+            weights,
+            b.gdn,
+            self.layout,
+            self.state,
+            index,
+            spec.gdn,
+            spec.norm_eps,
+            middle,
+        )
+        product_into_streams(middle, weights.out_proj, streams, inject, b.products)
 
     def read(self, streams: Tensor, weights: ResidualWeights) -> tuple[Tensor, Tensor]:
         """The mixed row and injection weights."""

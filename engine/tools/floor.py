@@ -15,7 +15,9 @@ from engine.instruments import Allocations, StageTimer, count_allocations
 from engine.interface import MAX_SLOTS, MAX_SPEC
 from engine.layers.gdn import GdnLayer
 from engine.loading import load_engine
+from engine.startup_plan import device_of
 from engine.state import Rows
+from engine.steps import StagedSteps
 from engine.tools.options import (
     MODEL_HELP,
     MtpOption,
@@ -86,7 +88,10 @@ def floor(
     ] = "auto",
     threads: Annotated[int | None, number_option("--threads", "CPU threads.", 1, 1024)] = None,
 ) -> None:
-    """Time the torch layers and the head of a window, without drafting, picking or scheduling."""
+    """Time the layers and the head of a window, without drafting, picking or scheduling.
+
+    On a CPU these are the torch layers: the compiled step is one call there and has no stages to time.
+    """
     engine = load_engine(
         EngineConfig(
             model=model,
@@ -96,8 +101,7 @@ def floor(
             threads=threads,
             num_slots=slots,
             max_draft=0,
-            # The compiled step is one call and has no stages to time.
-            kernels="torch",
+            kernels="auto" if device_of(device).type == "cuda" else "torch",
         )
     )
     limit = engine.info.max_context - rows
@@ -112,7 +116,7 @@ def floor(
 @torch.inference_mode()
 def measure_floor(engine: TorchEngine, *, rows: int, position: int, windows: int) -> Floor:
     """Run windows of `rows` rows in every slot at one position; what the slots held is lost."""
-    trunk, state = engine.trunk, engine.state
+    trunk, state = engine.steps, engine.state
     num_slots = engine.info.num_slots
     for slot in range(num_slots):
         engine.start(slot)
@@ -127,18 +131,31 @@ def measure_floor(engine: TorchEngine, *, rows: int, position: int, windows: int
     for _ in range(_WARM_UP):
         window()
     whole_s = _seconds(window, windows, state.device)
+    if isinstance(trunk, StagedSteps):
+        # The first time captures them.
+        _captured(trunk, layout, StageTimer(state.device))
     timer = StageTimer(state.device)
     for _ in range(windows):
-        _staged(engine, ids, layout, timer)
+        if isinstance(trunk, StagedSteps):
+            _captured(trunk, layout, timer)
+        else:
+            _staged(engine, ids, layout, timer)
     stages = {name: seconds / windows for name, seconds in timer.seconds().items()}
     return Floor(
         device=engine.info.device,
         num_rows=num_slots * rows,
-        num_layers=len(trunk.layers),
+        num_layers=trunk.num_layers if isinstance(trunk, StagedSteps) else len(engine.trunk.layers),
         window_s=whole_s,
         stages=stages,
         allocations=count_allocations(window),
     )
+
+
+def _captured(trunk: StagedSteps, layout: Rows, timer: StageTimer) -> None:
+    """The same window's parts, each a graph of its own."""
+    for name, run in trunk.stages(layout).items():
+        with timer.stage(name):
+            run()
 
 
 def _staged(engine: TorchEngine, ids: torch.Tensor, layout: Rows, timer: StageTimer) -> None:

@@ -105,7 +105,7 @@ def test_a_text_is_the_same_when_it_was_parked_and_restored_into_another_slot(
     expected = [read(engine, 0, ids, sampling), *decode(engine, (0,), 4)[0]]
     known = [read(engine, 0, ids, sampling), *decode(engine, (0,), 4, 7)[0]]
     # A window may have given more than was asked for; what is parked is all of it.
-    known = list(engine._sequence(0).ids[len(ids) :])
+    known = list(engine.sequence_ids(0)[len(ids) :])
     pages = -(-(len(ids) + len(known)) // PAGE_TOKENS)
     saves = tuple(SavePage(slot=0, page_id=i, index=i) for i in range(pages))
     read(engine, 1, text(200, 5), sampling)
