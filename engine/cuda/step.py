@@ -261,7 +261,7 @@ class CudaStep:
         keep_streams(self.state, self.buffers.streams, kept, firsts)
 
     def stages(self, num_rows: int) -> dict[str, Callable[[], None]]:
-        """Parts of the last window, each to be run by itself for measuring: the start, all layers of a kind, the head."""
+        """Parts of the last window, each to be run by itself: the start, all layers of a kind, the head."""
         kinds: dict[str, list[CudaLayer]] = {}
         for layer in self.model.layers:
             kind = "QSA" if layer.gdn is None else "GDN"
