@@ -192,13 +192,15 @@ def build_cuda_step(
 ) -> CudaBackend:
     """Trunk, draft layer and graphs over `state`; num_token_ids: see CudaStep.
 
-    Raises ConfigMismatch unless state and K/V are bf16 on a CUDA device.
+    Raises ConfigMismatch unless the state is bf16, K/V are that or int8, and both are on a CUDA device.
     """
-    for name, found in (("--dtype", state.conv.dtype), ("--kv", state.k.dtype)):
-        if found != torch.bfloat16:
-            raise ConfigMismatch(
-                f"{name}: found {found}, required torch.bfloat16 for the CUDA kernels"
-            )
+    for name, found, able in (
+        ("--dtype", state.conv.dtype, (torch.bfloat16,)),
+        ("--kv", state.k.dtype, (torch.bfloat16, torch.int8)),
+    ):
+        if found not in able:
+            required = " or ".join(map(str, able))
+            raise ConfigMismatch(f"{name}: found {found}, required {required} for the CUDA kernels")
     if graphs and state.device.type != "cuda":
         raise ConfigMismatch(f"--device: found {state.device}, required cuda for the CUDA kernels")
     step = CudaStep(model, state, num_token_ids, graphs=graphs)

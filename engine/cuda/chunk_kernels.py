@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.cuda.moe import multiply4
 from engine.cuda.primitives import LAUNCH, mma, sigmoid, wait
-from engine.cuda.qsa import select_blocks
+from engine.cuda.qsa import cells_of, load_cells, select_blocks
 from engine.cuda.quant import GROUP, QUARTER, TILE
 
 if TYPE_CHECKING:
@@ -271,6 +271,8 @@ def _attend(
     q,
     k_cache,
     v_cache,
+    k_scales,
+    v_scales,
     chosen,
     projected,
     out,
@@ -288,6 +290,7 @@ def _attend(
     BM: tl.constexpr,
     BC: tl.constexpr,
     PD: tl.constexpr,
+    KV8: tl.constexpr,
     OVERLAP: tl.constexpr,
     capacity,
 ):
@@ -308,10 +311,8 @@ def _attend(
     end = start + tl.minimum(tile * BM + BM, T)
     for first in range(0, end, BC):
         c = first + tl.arange(0, BC)
-        at = (base + c)[:, None] * D + d[None, :]
-        valid = (c[:, None] < end) & (d[None, :] < D)
-        key = tl.load(k_cache + at, mask=valid, other=0.0)
-        value = tl.load(v_cache + at, mask=valid, other=0.0)
+        key = load_cells(k_cache, k_scales, base + c, d, c < end, D, KV8)
+        value = load_cells(v_cache, v_scales, base + c, d, c < end, D, KV8)
         score = mma(query, tl.trans(key), tl.zeros([BM, BC], tl.float32)) * scale
         allowed = c[None, :] <= position[:, None]
         if SPARSE:
@@ -387,8 +388,7 @@ def attend_chunk(
     tile = 128 if dim > 64 else 64
     _attend[(triton.cdiv(num_rows, tile), spec.num_heads)](
         q,
-        state.k[layer, slot],
-        state.v[layer, slot],
+        *(cells[slot] for cells in cells_of(state, layer)),
         chosen,
         projected,
         out,
@@ -406,6 +406,7 @@ def attend_chunk(
         BM=tile,
         BC=16 * spec.block_tokens,
         PD=dim,
+        KV8=state.k_scale is not None,
         OVERLAP=LAUNCH.overlap,
         capacity=state.capacity,
         **LAUNCH.options(8 if tile == 128 else 4, 2),

@@ -85,6 +85,18 @@ def rounded(x, like):
 
 
 @triton.jit
+def quantized(x):
+    """fp32 [P], 0 beyond the vector -> int8 codes and their scale: engine.kv_cells.quantize of one vector."""
+    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 0), 127.0), 1.1754943508222875e-38)
+    # Maxima pass over what is no number. Not `>=`: that is false for it as well.
+    strange = tl.sum((~(tl.abs(x) < float("inf"))).to(tl.int32), 0)
+    scale = tl.where(strange > 0, float("nan"), scale)
+    # To the nearest whole number, halves to even: beyond 2^23 there is nothing between these.
+    whole = (tl.div_rn(x, scale) + 12582912.0) - 12582912.0
+    return whole.to(tl.int8), scale
+
+
+@triton.jit
 def unpack(words):
     """int16 words of four nibbles -> four bf16 tensors nibble - 8, lowest first. bf16 0x4300 | n is 128 + n."""
     if _ON_CPU:

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.cuda.primitives import LAUNCH, mma, sigmoid, wait
+from engine.cuda.primitives import LAUNCH, mma, quantized, sigmoid, wait
 from engine.state import RING_ROWS
 
 if TYPE_CHECKING:
@@ -110,6 +110,28 @@ def _norm_and_turn(
     return _turned(raw, partner, weight, partner_weight, cos, sin, i, root, ROT)
 
 
+@triton.jit
+def _store_cell(cache, scales, cell, x, i, D: tl.constexpr, KV8: tl.constexpr):
+    """x bf16 [P] as a cell, 0 beyond D."""
+    if KV8:
+        codes, scale = quantized(tl.where(i < D, x, 0.0).to(tl.float32))
+        tl.store(cache + cell * D + i, codes, mask=i < D)
+        tl.store(scales + cell, scale)
+    else:
+        tl.store(cache + cell * D + i, x, mask=i < D)
+
+
+@triton.jit
+def load_cells(cache, scales, cells, d, inside, D: tl.constexpr, KV8: tl.constexpr):
+    """Cells [BC] as bf16 [BC, P], zeros where not `inside`."""
+    valid = inside[:, None] & (d[None, :] < D)
+    found = tl.load(cache + (cells * D)[:, None] + d[None, :], mask=valid, other=0)
+    if KV8:
+        scale = tl.load(scales + cells, mask=inside, other=0.0)
+        found = (found.to(tl.float32) * scale[:, None]).to(tl.bfloat16)
+    return found
+
+
 @triton.jit(do_not_specialize=["ring_from"])
 def _write_cells(
     projected,
@@ -123,6 +145,8 @@ def _write_cells(
     iq_out,
     k_cache,
     v_cache,
+    k_scales,
+    v_scales,
     ring,
     old_ring,
     blocks,
@@ -143,6 +167,7 @@ def _write_cells(
     RING: tl.constexpr,
     PD: tl.constexpr,
     PI: tl.constexpr,
+    KV8: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Grid (rows, A + 2*N + IH + 1): one head each. Writes q, index q, K, V, the raw index key and a finished block."""
@@ -165,11 +190,13 @@ def _write_cells(
     elif head < A + N:
         h = head - A
         turned = _norm_and_turn(source + KEYS + h * D, k_norm, cos_row, sin_row, eps, D, ROT, PD)
-        tl.store(k_cache + ((slot * N + h) * capacity + position) * D + i, turned, mask=i < D)
+        cell = (slot * N + h) * capacity + position
+        _store_cell(k_cache, k_scales, cell, turned.to(tl.bfloat16), i, D, KV8)
     elif head < A + 2 * N:
         h = head - A - N
         value = tl.load(source + KEYS + N * D + h * D + i, mask=i < D, other=0.0)
-        tl.store(v_cache + ((slot * N + h) * capacity + position) * D + i, value, mask=i < D)
+        cell = (slot * N + h) * capacity + position
+        _store_cell(v_cache, v_scales, cell, value, i, D, KV8)
     elif head < A + 2 * N + IH:
         h = head - A - 2 * N
         turned = _norm_and_turn(
@@ -361,6 +388,8 @@ def _attend(
     q,
     k_cache,
     v_cache,
+    k_scales,
+    v_scales,
     chosen,
     parts,
     sums,
@@ -378,6 +407,7 @@ def _attend(
     BC: tl.constexpr,
     PA: tl.constexpr,
     PD: tl.constexpr,
+    KV8: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Grid (rows, N, SPLITS): parts fp32 [R, SPLITS, A, D] and sums [R, SPLITS, A, 2] (maximum, sum of weights)."""
@@ -411,10 +441,8 @@ def _attend(
             cell = tl.where(
                 i < BUDGET * BLOCK, block * BLOCK + i % BLOCK, complete * BLOCK + i - BUDGET * BLOCK
             )
-        at = (base + cell) * D
-        valid = inside[:, None] & (d[None, :] < D)
-        key = tl.load(k_cache + at[:, None] + d[None, :], mask=valid, other=0.0)
-        value = tl.load(v_cache + at[:, None] + d[None, :], mask=valid, other=0.0)
+        key = load_cells(k_cache, k_scales, base + cell, d, inside, D, KV8)
+        value = load_cells(v_cache, v_scales, base + cell, d, inside, D, KV8)
         score = mma(query, tl.trans(key), tl.zeros([PA, BC], tl.float32)) * scale
         score = tl.where(inside[None, :], score, -1e30)
         new_best = tl.maximum(best, tl.max(score, 1))
@@ -559,8 +587,7 @@ def _write(
         sin,
         q,
         index_q,
-        state.k[layer],
-        state.v[layer],
+        *cells_of(state, layer),
         state.index_ring[layer],
         old_ring,
         state.index_blocks[layer],
@@ -581,9 +608,18 @@ def _write(
         RING=RING_ROWS,
         PD=triton.next_power_of_2(spec.head_dim),
         PI=triton.next_power_of_2(spec.index_dim),
+        KV8=state.k_scale is not None,
         OVERLAP=LAUNCH.overlap,
         **LAUNCH.options(1, 1),
     )
+
+
+def cells_of(state: SlotState, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """K, V and their scales of one layer; without scales K and V stand in for them, unread."""
+    k_scale, v_scale = state.k_scale, state.v_scale
+    if k_scale is None or v_scale is None:
+        return state.k[layer], state.v[layer], state.k[layer], state.v[layer]
+    return state.k[layer], state.v[layer], k_scale[layer], v_scale[layer]
 
 
 def attend(
@@ -605,8 +641,7 @@ def attend(
     group = spec.num_heads // spec.num_kv_heads
     _attend[(num_rows, spec.num_kv_heads, SPLITS)](
         scratch.q,
-        state.k[layer],
-        state.v[layer],
+        *cells_of(state, layer),
         scratch.blocks,
         scratch.parts,
         scratch.sums,
@@ -624,6 +659,7 @@ def attend(
         BC=_KEY_TILE,
         PA=max(16, triton.next_power_of_2(group)),
         PD=dim,
+        KV8=state.k_scale is not None,
         OVERLAP=LAUNCH.overlap,
         **LAUNCH.options(4, 2),
     )

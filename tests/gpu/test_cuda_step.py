@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.cuda.quant import GROUP, pack4, unpack4
 from engine.grammar import RowLimit
 from engine.interface import SamplingParams
+from engine.kv_cells import quantize
 from engine.reference.model import ReferenceModel
 from engine.reference.mtp import draft_chain, greedy_pick
 from engine.sampling import Picker, PickRow, TokenHistory
@@ -68,6 +69,7 @@ GRID: dict[str, dict[str, Any]] = {
     },
     "no_ple": {"ple_layer_ids": None, "linear_conv_kernel_dim": 3, "output_gate_type": "silu"},
 }
+KV = {"bf16": torch.bfloat16, "int8": torch.int8}
 MEDIAN_ERROR, WORST_ERROR = 0.03, 0.35
 """Of a row's logits, relative to their norm. The worst row may have chosen another expert at a near-tie."""
 
@@ -115,7 +117,7 @@ class Recorded:
 class Case:
     """One model of the grid on the GPU and as a reference, with three prompts read by both."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, kv: str = "bf16") -> None:
         from engine.cuda.backend import build_cuda_step
         from engine.cuda.random_model import REAL_CONFIG, real_spec
         from engine.cuda.weights import CudaLoader
@@ -134,7 +136,7 @@ class Case:
             num_slots=4,
             max_context=200,
             dtype=torch.bfloat16,
-            kv_dtype=torch.bfloat16,
+            kv_dtype=KV[kv],
             device=device,
         )
         self.backend = build_cuda_step(model, self.state, num_token_ids=self.spec.vocab_size)
@@ -152,12 +154,13 @@ class Case:
     def saved(self, slot: int | None = None) -> dict[str, Tensor]:
         """What windows advance, of one slot or all."""
         names = ("s", "conv", "ple", "k", "v", "index_ring", "index_blocks", "pending")
-        whole = {name: getattr(self.state, name) for name in names}
+        scales = () if self.state.k_scale is None else ("k_scale", "v_scale")
+        whole = {name: getattr(self.state, name) for name in (*names, *scales)}
         if slot is None:
             return {name: tensor.clone() for name, tensor in whole.items()}
         histories = {"conv": self.state.conv_history, "ple": self.state.ple_history}
         parts: dict[str, Tensor] = {}
-        for name in ("s", "conv", "ple", "k", "v", "index_ring"):
+        for name in ("s", "conv", "ple", "k", "v", "index_ring", *scales):
             part = whole[name][:, slot]
             parts[name] = part[:, : histories[name]].clone() if name in histories else part.clone()
         return parts
@@ -234,10 +237,11 @@ def check(found: list[Tensor], wanted: list[Tensor]) -> None:
 @gpu
 @needs_cuda
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("kv", KV)
 @pytest.mark.parametrize("name", GRID)
 @torch.inference_mode()
-def test_prompts_windows_and_roll_back_match_the_reference(name: str) -> None:
-    case = Case(name)
+def test_prompts_windows_and_roll_back_match_the_reference(name: str, kv: str) -> None:
+    case = Case(name, kv)
     read = case.read_all()
     check(list(read.values()), [case.wanted(s, 0, case.lengths[s]) for s in read])
     at = dict(case.lengths)
@@ -282,11 +286,11 @@ def test_rows_have_the_same_bits_in_any_company(name: str) -> None:
 @gpu
 @needs_cuda
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", GRID)
+@pytest.mark.parametrize(("name", "kv"), [*((name, "bf16") for name in GRID), ("odd", "int8")])
 @torch.inference_mode()
-def test_bits_do_not_depend_on_how_rows_are_spread_over_windows(name: str) -> None:
+def test_bits_do_not_depend_on_how_rows_are_spread_over_windows(name: str, kv: str) -> None:
     """Five rows in one window, in five, and some of them voided first: equal logits, and equal state after them."""
-    case = Case(name)
+    case = Case(name, kv)
     case.read_all()
     saved = case.saved()
     found: list[Tensor] = []
@@ -305,6 +309,28 @@ def test_bits_do_not_depend_on_how_rows_are_spread_over_windows(name: str) -> No
         assert torch.equal(other, found[0])
         for key, value in state.items():
             assert torch.equal(value, states[0][key]), key
+
+
+@gpu
+@needs_cuda
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", GRID)
+@torch.inference_mode()
+def test_int8_cells_are_what_the_torch_layers_write(name: str) -> None:
+    """The first layer with K/V does not depend on how K/V is held: read in pieces and in a window."""
+    held = {kv: Case(name, kv) for kv in KV}
+    for case in held.values():
+        case.read(0, (100,))
+        case.window({0: 5}, {0: 100})
+    cells = held["int8"].state
+    for codes, scale, plain in (
+        (cells.k, cells.k_scale, held["bf16"].state.k),
+        (cells.v, cells.v_scale, held["bf16"].state.v),
+    ):
+        assert scale is not None
+        wanted, wanted_scale = quantize(plain[0, 0, :, :105])
+        assert torch.equal(codes[0, 0, :, :105], wanted)
+        assert torch.equal(scale[0, 0, :, :105], wanted_scale)
 
 
 @gpu

@@ -40,9 +40,9 @@ SAMPLING = {
 }
 
 
-@pytest.fixture(scope="module")
-def engine() -> TorchEngine:
-    return load_engine(replace(CONFIG, kernels="compiled"), rehearse=True)
+@pytest.fixture(scope="module", params=["bf16", "int8"])
+def engine(request: pytest.FixtureRequest) -> TorchEngine:
+    return load_engine(replace(CONFIG, kernels="compiled", kv=request.param), rehearse=True)
 
 
 def text(num_tokens: int, seed: int) -> tuple[int, ...]:
