@@ -6,6 +6,8 @@ next, so memory follows the most that was ever kept at once.
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import Tensor
 
@@ -69,7 +71,10 @@ class BlockArena:
 
 
 def pin_memory(slab: Tensor) -> None:
-    """Page-lock a tensor where it is: torch's own pinned memory would be rounded up to a power of two."""
+    """Page-lock a tensor where it is: torch's own pinned memory would be rounded up to a power of two.
+
+    It is given free when `slab` itself is gone; whoever uses its memory holds it.
+    """
     runtime = torch.cuda.cudart()
     assert runtime is not None
     error = runtime.cudaHostRegister(slab.data_ptr(), slab.nbytes, 0)
@@ -77,3 +82,5 @@ def pin_memory(slab: Tensor) -> None:
         raise KernelFailure(
             f"{slab.nbytes} bytes of host memory cannot be pinned: CUDA error {int(error)}"
         )
+    # Memory that went back to the system pinned could not be pinned again at the same address.
+    weakref.finalize(slab, runtime.cudaHostUnregister, slab.data_ptr()).atexit = False
