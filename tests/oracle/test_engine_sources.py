@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from engine.config import EngineConfig, model_path
-from engine.loading import load_engine
 from engine.interface import SamplingParams
+from engine.loading import load_engine
 from engine.sources.gguf_writer import write_gguf
 from engine.sources.opening import open_source, read_spec
 from engine.tools.pack import pack
