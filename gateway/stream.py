@@ -239,6 +239,8 @@ class FrameStream(AsyncIterator[bytes]):
         """What the iterator gave last is on its way: nothing may overtake it."""
         self._is_over = False
         self._news = asyncio.Event()
+        self.last_sent_s = time.monotonic()
+        """When something was last written, or given to the iterator."""
 
     def start(self, write: WriteNow | None, hang_up: Callable[[], object] | None = None) -> None:
         """Begin to make frames; without `write` all of them are kept. A failure calls `hang_up`."""
@@ -266,6 +268,7 @@ class FrameStream(AsyncIterator[bytes]):
         data = b"".join(self._kept)
         self._kept.clear()
         self._is_taken = True
+        self.last_sent_s = time.monotonic()
         return data
 
     def _deliver(self, delta: ChoiceDelta) -> None:
@@ -299,6 +302,7 @@ class FrameStream(AsyncIterator[bytes]):
             return  # the iterator comes back for the rest
         if self._kept and self._write is not None and self._write(b"".join(self._kept)):
             self._kept.clear()
+            self.last_sent_s = time.monotonic()
         if self._kept or self._is_over:
             self._news.set()
 
@@ -329,12 +333,15 @@ class FrameResponse(EventSourceResponse):
         super().__init__(  # pyright: ignore[reportUnknownMemberType] - a bare dict in its types
             stream,
             ping=keepalive_s,
-            ping_message_factory=keep_alive or _keep_alive,
             data_sender_callable=self._watch_sends,
             send_timeout=send_timeout_s,
             sep="\n",
         )
+        # HTTP/1.1 has it so anyway, and a connection that will be closed must not say it.
+        del self.headers["connection"]
         self._stream = stream
+        self._keepalive_s = keepalive_s
+        self._keep_alive = keep_alive or _keep_alive
         self._write: WriteNow | None = None
         self._hang_up: Callable[[], object] | None = None
         self._send_timeout_s = send_timeout_s
@@ -363,13 +370,30 @@ class FrameResponse(EventSourceResponse):
         )
         self._stream.start(self._write, self._hang_up)
         async for data in self._stream:
-            self._pending_since_s = time.monotonic()
-            await send({"type": "http.response.body", "body": data, "more_body": True})
-            self._pending_since_s = None
+            await self._send_watched(send, data)
         # The lock keeps a keep-alive comment from coming behind the end.
         async with self._send_lock:
             self.active = False
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_watched(self, send: Send, body: bytes) -> None:
+        if self._pending_since_s is None:
+            self._pending_since_s = time.monotonic()
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+        self._pending_since_s = None
+
+    async def _ping(self, send: Send) -> None:
+        """The library's, but only while nothing else is sent."""
+        while self.active:
+            silent_s = time.monotonic() - self._stream.last_sent_s
+            if silent_s < self._keepalive_s:
+                await asyncio.sleep(self._keepalive_s - silent_s)
+                continue
+            body = self._keep_alive().encode()
+            async with self._send_lock:
+                if self.active:
+                    await self._send_watched(send, body)
+            self._stream.last_sent_s = time.monotonic()
 
     async def _watch_sends(self) -> None:
         """Raises SendTimeoutError, which ends the response's other tasks."""

@@ -205,6 +205,21 @@ async def test_a_failure_before_the_answer_has_a_status() -> None:
         assert response.headers["retry-after"]
 
 
+async def test_while_the_engine_starts_again_clients_are_told_to_come_back() -> None:
+    script = FakeScript(load_s=0.3, faults=(Fault(window=3, kind=FaultKind.DIE),))
+    async with live_server(script) as live:
+        assert (await live.client.post(CHAT, json=endless())).status_code == 503
+        refused = await live.client.post(CHAT, json=chat_body())
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "engine_unavailable"
+        assert int(refused.headers["retry-after"]) >= 1
+        ready = await live.client.get("/ready")
+        assert (ready.status_code, ready.json()["engine"]) == (503, "restarting")
+        assert (await live.client.get("/health")).status_code == 200
+        await until(lambda: live.scheduler.ready)
+        assert (await live.client.post(CHAT, json=chat_body(max_tokens=1))).status_code == 200
+
+
 async def test_a_full_queue_is_answered_with_when_to_come_again() -> None:
     config = SchedulerConfig(max_queue=1, supervision=FAST_SUPERVISION)
     script = FakeScript(num_slots=1, decode_s=0.01)

@@ -215,6 +215,33 @@ async def test_a_fault_of_the_writer_ends_the_stream_and_its_sequence(
     assert line.written[-1].endswith(b"data: [DONE]\n\n")
 
 
+async def test_a_stream_is_kept_alive_only_while_it_is_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    line = Line()
+    response = FrameResponse(line.stream, keepalive_s=10.0, send_timeout_s=30.0)
+    now_s, last_chunk_s = 100.0, 125.0
+    line.stream.last_sent_s = now_s
+    sent_s: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now_s
+        assert seconds > 0
+        now_s += seconds
+        if now_s <= last_chunk_s:  # a chunk every second
+            line.stream.last_sent_s = now_s // 1
+
+    async def send(message: Message) -> None:
+        assert message["body"] == b": keep-alive\n\n"
+        sent_s.append(now_s)
+        response.active = len(sent_s) < 3
+
+    monkeypatch.setattr("gateway.stream.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("gateway.stream.asyncio.sleep", sleep)
+    await response._ping(send)
+    assert sent_s == [130.0, 140.0, 150.0]
+
+
 @pytest.mark.parametrize("include_usage", [True, False])
 @pytest.mark.parametrize("chunks", [ChatChunks(None), CompletionChunks(None, ("",))])
 @pytest.mark.parametrize("text", ["sample", '"\\\n', "\u00e9\u4e16\U0001f600", "\x00</x>"])
