@@ -6,7 +6,7 @@ Implements engine.interface.Engine. One thread calls it, for its whole life.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,7 @@ from engine.interface import (
     WindowResult,
     WindowTimes,
 )
+from engine.linear import MAX_WINDOW_ROWS
 from engine.memory_plan import Step
 from engine.model import Trunk
 from engine.parked import CheckpointMark, ParkedStates
@@ -88,6 +89,29 @@ class _Verified:
     streams: Tensor
 
 
+class _IdBuffers:
+    """Where the ids of a window's rows are put together on the host; each call overwrites what the last one gave."""
+
+    def __init__(self, context: int) -> None:
+        self._window = torch.zeros(MAX_WINDOW_ROWS, context + 1, dtype=torch.int64)
+        self._next = torch.zeros(MAX_WINDOW_ROWS, dtype=torch.int64)
+        # A tensor is written to row by row ten times as fast through numpy.
+        self._window_rows, self._next_rows = self._window.numpy(), self._next.numpy()
+
+    def window_ids(self, rows: Iterable[Sequence[int]]) -> Tensor:
+        """int64 [R, context + 1]."""
+        count = 0
+        for ids in rows:
+            self._window_rows[count] = ids
+            count += 1
+        return self._window[:count]
+
+    def next_ids(self, ids: Sequence[int]) -> Tensor:
+        """int64 [R]."""
+        self._next_rows[: len(ids)] = ids
+        return self._next[: len(ids)]
+
+
 class TorchEngine:
     """See engine.interface.Engine."""
 
@@ -127,6 +151,7 @@ class TorchEngine:
         self._device = state.device
         self._slots: list[SlotSequence | None] = [None] * info.num_slots
         self._unverified: _Verified | None = None
+        self._buffers = _IdBuffers(trunk.ngram_context)
 
     @property
     def info(self) -> EngineInfo:
@@ -581,8 +606,11 @@ class TorchEngine:
         counts = [self._num_pending(slot) for slot in slots]
         rows = Rows(slots, counts, [s.num_draft_cells for s in sequences], self._device)
         ids = [i for s in sequences for i in s.ids[s.num_draft_cells + 1 : s.num_computed + 1]]
-        parts = [self._state.pending[slot, :n] for slot, n in zip(slots, counts, strict=True)]
-        return rows, self._on_device(torch.tensor(ids)), torch.cat(parts)
+        return (
+            rows,
+            self._on_device(self._buffers.next_ids(ids)),
+            self._state.waiting(slots, counts),
+        )
 
     def _draft_chains(self, steps: Sequence[DecodeStep], chains: dict[int, list[Draft]]) -> None:
         """Chains in one go for the slots whose picks allow it, draft by draft for the others."""
@@ -608,7 +636,7 @@ class TorchEngine:
             [self._pick_row(self._sequence(step.slot), num_ahead=depth) for step in steps]
             for depth in depths
         ]
-        found = chain.chain(ids, streams, rows, picks)
+        found = chain.chain(ids, streams, rows, picks, steps)
         for b, step in enumerate(steps):
             for depth in depths:
                 drafted = found[depth]
@@ -720,15 +748,25 @@ class TorchEngine:
         counts = [len(window[slot]) for slot in slots]
         starts = [self._sequence(slot).num_computed for slot in slots]
         rows = Rows(slots, counts, starts, self._device)
-        context = max(self._trunk.ngram_context, 1)
-        parts: list[Tensor] = []
-        for slot, start in zip(slots, starts, strict=True):
-            before = self._sequence(slot).ids[max(0, start - context) : start]
-            parts.append(self._with_context([*before, *window[slot]], len(window[slot])))
-        streams = self._trunk.window(self._on_device(torch.cat(parts)), rows, self._state)
+        ids = self._on_device(self._buffers.window_ids(self._known_around(window, slots)))
+        streams = self._trunk.window(ids, rows, self._state)
         offsets = {slot: sum(counts[:b]) for b, slot in enumerate(slots)}
         ordered = {slot: window[slot] for slot in slots}
         return _Verified(rows=rows, offsets=offsets, ids=ordered, streams=streams)
+
+    def _known_around(
+        self, window: Mapping[int, tuple[int, ...]], slots: Sequence[int]
+    ) -> Iterator[Sequence[int]]:
+        """Each row's id after the ids before it, context + 1 in all, slot after slot."""
+        context = self._trunk.ngram_context
+        for slot in slots:
+            sequence = self._sequence(slot)
+            before = sequence.ids[max(0, sequence.num_computed - context) : sequence.num_computed]
+            missing = context - len(before)
+            padding = [self._spec.ple.eos_id] * missing if missing and self._spec.ple else []
+            known = [*padding, *before, *window[slot]]
+            for i in range(len(window[slot])):
+                yield known[i : i + context + 1]
 
     def _commit(self, num_rows: Mapping[int, int], verified: _Verified) -> None:
         """Keep the first rows of slots' window; their draft-layer cells wait for the next draft."""
@@ -781,13 +819,13 @@ class TorchEngine:
         """Read ids at [start, start + T), seating a new sequence at 0; fp32 logits [T, vocab] of every row."""
         if start == 0:
             self.start(slot)
-        return self._trunk.logits(self._advance(slot, token_ids))
+        return self._trunk.logits(self._advance(slot, token_ids)).clone()
 
     @torch.inference_mode()
     def verify_logits(self, rows: Mapping[int, tuple[int, ...]]) -> dict[int, Tensor]:
         """One verify window of given ids per slot, not committed: fp32 logits [rows, vocab] by slot."""
         self._unverified = self._verify(rows)
-        logits = self._trunk.logits(self._unverified.streams)
+        logits = self._trunk.logits(self._unverified.streams).clone()
         firsts = self._unverified.offsets
         return {s: logits[firsts[s] : firsts[s] + len(ids)] for s, ids in rows.items()}
 

@@ -20,7 +20,7 @@ from engine.kernels import why_not_compiled
 from engine.loader import ModelLoader
 from engine.memory_plan import SESSION, TIER_ONE, TIER_TWO, Step
 from engine.native.pick import NativePicker
-from engine.native.step import NativeDraft, NativeStep, NativeTrunk, planned_lines
+from engine.native.step import NativeChain, NativeDraft, NativeStep, NativeTrunk, planned_lines
 from engine.parked import ParkedStates
 from engine.parked_files import FileLayout, ParkedFiles
 from engine.sampling import Picker
@@ -190,10 +190,12 @@ def _load_native_step(
     state = _new_state(plan, torch.device("cpu"))
     step = NativeStep(checkpoint, spec, state, limits, num_threads)
     _reach_loaded(marks)
+    picker = NativePicker(num_token_ids, spec.vocab_size)
     return Loaded(
         trunk=NativeTrunk(step),
         draft=NativeDraft(step) if plan.with_draft else None,
-        picker=NativePicker(num_token_ids, spec.vocab_size),
+        chain=NativeChain(step, picker) if plan.with_draft else None,
+        picker=picker,
         state=state,
         kernels="compiled step",
         reads_as_decodes=True,

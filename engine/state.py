@@ -157,6 +157,7 @@ class SlotState:
     index_ring   dtype [qsa layers + draft layers, slots, RING_ROWS, index dim]: raw keys at position % RING_ROWS
     index_blocks dtype [qsa layers + draft layers, slots, capacity / block, index dim]: pooled, normed, rotated keys
     pending      dtype [slots, WINDOW_ROWS, S*H]: trunk streams whose draft-layer cells are not written yet
+    gathered     dtype [slots * WINDOW_ROWS, S*H]: room for those of several slots behind one another
     """
 
     def __init__(
@@ -194,6 +195,7 @@ class SlotState:
         self.index_ring = make("index_ring")
         self.index_blocks = make("index_blocks")
         self.pending = make("pending")
+        self.gathered = make("gathered")
         self.conv_history = spec.gdn.conv_width - 1
         self.ple_history = spec.ple.history_rows if spec.ple else 0
         self.block_tokens = spec.qsa.block_tokens
@@ -222,6 +224,13 @@ class SlotState:
         """The trunk's streams [T, S*H] of rows that were kept, T <= WINDOW_ROWS; nothing without a draft layer."""
         if self.pending.shape[0]:
             self.pending[slot, : streams.shape[0]] = streams
+
+    def waiting(self, slots: Sequence[int], counts: Sequence[int]) -> Tensor:
+        """The first streams that wait in each slot, slot after slot [R, S*H]; the next call overwrites them."""
+        if len(slots) == 1:
+            return self.pending[slots[0], : counts[0]]
+        parts = [self.pending[slot, :count] for slot, count in zip(slots, counts, strict=True)]
+        return torch.cat(parts, out=self.gathered[: sum(counts)])
 
     def commit(self, slot: int, num_rows: int) -> None:
         """Keep the first num_rows >= 1 rows of the slot's last window in S and both convolution histories."""
@@ -259,6 +268,7 @@ def state_shapes(
     num_gdn = len(spec.gdn_layers)
     num_kv = len(spec.qsa_layers) + spec.num_draft_layers
     num_ple = len(spec.ple.layer_ids) if spec.ple else 0
+    num_drafting = num_slots if spec.num_draft_layers else 0
     ple_rows = (spec.ple.history_rows if spec.ple else 0) + WINDOW_ROWS
     gdn, qsa = spec.gdn, spec.qsa
     capacity = key_capacity(max_context)
@@ -278,7 +288,8 @@ def state_shapes(
         **scales,
         "index_ring": (num_kv, num_slots, RING_ROWS, qsa.index_dim),
         "index_blocks": (num_kv, num_slots, -(-capacity // qsa.block_tokens), qsa.index_dim),
-        "pending": (num_slots if spec.num_draft_layers else 0, WINDOW_ROWS, spec.stream_width),
+        "pending": (num_drafting, WINDOW_ROWS, spec.stream_width),
+        "gathered": (num_drafting * WINDOW_ROWS, spec.stream_width),
     }
 
 

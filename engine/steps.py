@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from engine.interface import DecodeStep
     from engine.sampling import PickRow, Picks
     from engine.state import KeptRows, Rows, SlotState
 
@@ -59,10 +60,16 @@ class DraftChain(Protocol):
         ...
 
     def chain(
-        self, ids: Tensor, streams: Tensor, rows: Rows, picks: Sequence[Sequence[PickRow]]
+        self,
+        ids: Tensor,
+        streams: Tensor,
+        rows: Rows,
+        picks: Sequence[Sequence[PickRow]],
+        steps: Sequence[DecodeStep],
     ) -> list[Picks]:
-        """Write the cells of R rows, as DraftSteps.draft, and draft len(picks) tokens for each of their B slots.
+        """Write the cells of R rows, as DraftSteps.draft, and draft up to len(picks) tokens for each of their B slots.
 
-        picks: by step, then by slot. No step is left out: the caller cuts each chain where its gate says.
+        picks: by depth, then by slot; steps: whose gates may end a slot's chain, after which its picks mean nothing.
+        The caller cuts each chain where its gate says.
         """
         ...

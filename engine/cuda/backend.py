@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from engine.cuda.random_model import RandomTensors
     from engine.cuda.weights import CudaModel, TensorSource
+    from engine.interface import DecodeStep
     from engine.model_spec import ModelSpec
     from engine.sampling import PickRow, Picks
     from engine.startup_plan import Limits
@@ -103,9 +104,15 @@ class CudaDraft:
         return can_pick(row)
 
     def chain(
-        self, ids: Tensor, streams: Tensor, rows: Rows, picks: Sequence[Sequence[PickRow]]
+        self,
+        ids: Tensor,
+        streams: Tensor,
+        rows: Rows,
+        picks: Sequence[Sequence[PickRow]],
+        steps: Sequence[DecodeStep],
     ) -> list[Picks]:
-        """See engine.steps.DraftChain."""
+        """See engine.steps.DraftChain. No chain ends early: the host learns of its drafts when all are made."""
+        del steps
         return self.step.chain(ids, streams, rows.slots, rows.counts(), _starts(rows), picks)
 
 

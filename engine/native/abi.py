@@ -166,7 +166,7 @@ class Model(Structure):
 
 STATE_TENSORS = (
     *("s", "replay_k", "replay_delta", "replay_factor", "conv", "ple"),
-    *("k", "v", "k_scale", "v_scale", "index_ring", "index_blocks"),
+    *("k", "v", "k_scale", "v_scale", "index_ring", "index_blocks", "pending"),
 )
 """Attributes of engine.state.SlotState that the step reads and writes."""
 
@@ -187,6 +187,12 @@ class Piece(Structure):
     _fields_ = _ints("slot first count start")
 
 
+class Kept(Structure):
+    """The first rows of a slot's window that are kept: flat rows [first, first + count)."""
+
+    _fields_ = _ints("slot first count")
+
+
 class PickRow(Structure):
     """What one row's pick depends on beside its logits."""
 
@@ -194,13 +200,20 @@ class PickRow(Structure):
         ("temperature", c_double),
         ("top_p", c_double),
         ("min_p", c_double),
-        ("key", c_uint64),
+        ("seed", c_uint64),
+        ("position", c_int64),
         *_pointers("seen counts allowed bias_ids banned drafts biases"),
         ("repetition", c_float),
         ("presence", c_float),
         ("frequency", c_float),
         *_ints("top_k num_biases num_banned num_drafts"),
     )
+
+
+class Gate(Structure):
+    """Where a chain of drafts ends."""
+
+    _fields_ = (("min_p", c_double), ("stops", c_void_p), *_ints("num_stops max_drafts"))
 
 
 _CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -210,13 +223,20 @@ _CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "close": (None, (c_void_p,)),
     "trunk": (None, (c_void_p, POINTER(Piece), c_int, c_int, c_void_p, c_int, c_void_p)),
     "logits": (None, (c_void_p, c_void_p, c_int, c_void_p)),
-    "commit": (None, (c_void_p, c_int, c_int)),
+    "commit": (None, (c_void_p, POINTER(Kept), c_int, c_void_p)),
     "draft_cells": (None, (c_void_p, POINTER(Piece), c_int, c_void_p, c_void_p)),
     "pick": (
         None,
-        (c_void_p, c_int, c_int, POINTER(PickRow), c_int, c_void_p, c_void_p, c_void_p),
+        (c_void_p, c_int, c_int, POINTER(PickRow), c_int, *[c_void_p] * 4),
     ),
-    "draft": (None, (c_void_p, POINTER(Piece), c_int, c_void_p, c_void_p, c_void_p, c_void_p)),
+    "draft": (None, (c_void_p, POINTER(Piece), c_int, *[c_void_p] * 4)),
+    "chain": (
+        None,
+        (
+            *(c_void_p, POINTER(Piece), c_int, c_void_p, c_void_p),
+            *(POINTER(PickRow), POINTER(Gate), c_int, c_void_p, c_void_p),
+        ),
+    ),
 }
 
 
@@ -233,6 +253,7 @@ class Library:
     draft_cells: Any
     pick: Any
     draft: Any
+    chain: Any
 
     def __init__(self, file: Path) -> None:
         """Raises OSError for a file that the loader cannot load."""

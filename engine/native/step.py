@@ -18,15 +18,21 @@ from engine.layers.rotary import RotaryTable
 from engine.linear import MAX_WINDOW_ROWS
 from engine.memory_plan import FP32_BYTES, PlanLine, Step
 from engine.native import abi
+from engine.native.pick import made_ids, made_row
 from engine.native.weights import KINDS, Keeper, NativeLoader, NativePlanner, geometry
-from engine.state import key_capacity
+from engine.sampling import Picks
+from engine.state import WINDOW_ROWS, key_capacity
 from engine.weights import Checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from typing import Any
 
     from engine.config import EngineConfig
+    from engine.interface import DecodeStep
     from engine.model_spec import ModelSpec
+    from engine.native.pick import NativePicker
+    from engine.sampling import PickRow
     from engine.sources.base import TensorSource
     from engine.startup_plan import Limits
     from engine.state import KeptRows, Rows, SlotState
@@ -59,11 +65,9 @@ def planned_lines(
     rows = limits.piece_tokens
     ids = rows * 8 * (1 + (spec.ple.ngram_size if spec.ple else 1))
     streams = rows * spec.stream_width * FP32_BYTES + ids
-    logits = MAX_WINDOW_ROWS * spec.vocab_size * FP32_BYTES
     return (
         *(PlanLine(name=name, num_bytes=n, step=Step.WEIGHTS) for name, n in held.items()),
         PlanLine(name="prompt streams", num_bytes=streams, step=Step.PROMPT),
-        PlanLine(name="window logits", num_bytes=logits, step=Step.VERIFIER),
     )
 
 
@@ -80,7 +84,10 @@ def _planned_parts(
         keeper.count("rotary tables", capacity * spec.qsa.rotary_dim * 4)
     library = abi.Library(abi.LIBRARY)
     scratch = library.scratch_floats(ctypes.byref(model), most_rows(limits), num_threads)
-    keeper.count(SCRATCH, 4 * scratch)
+    keeper.count(SCRATCH, FP32_BYTES * scratch)
+    for num_rows in (MAX_WINDOW_ROWS, limits.num_slots):
+        keeper.count(SCRATCH, FP32_BYTES * num_rows * spec.stream_width)
+        keeper.count(SCRATCH, FP32_BYTES * num_rows * spec.vocab_size)
     return keeper.part_bytes
 
 
@@ -118,8 +125,9 @@ class NativeStep:
         self._model = loader.load(numbers, rotary, with_draft=limits.max_draft > 0)
         self._state = _state(state)
         num_floats = self.library.scratch_floats(ctypes.byref(self._model), max_rows, num_threads)
-        # Written to, so that the memory is there before the first window.
-        scratch = self._keeper.reserve(4 * num_floats, SCRATCH).zero_()
+        scratch = self._buffer(1, num_floats)
+        self.window_streams, self.window_logits = self._results(MAX_WINDOW_ROWS)
+        self.draft_streams, self.draft_logits = self._results(limits.num_slots)
         self.handle = self.library.open(
             ctypes.byref(self._model),
             ctypes.byref(self._state),
@@ -136,14 +144,24 @@ class NativeStep:
         """Bytes as held, by the names of `planned_lines`."""
         return self._keeper.part_bytes
 
-    def commit(self, slot: int, num_rows: int) -> None:
-        """As SlotState.commit, with the arithmetic of the step's own windows."""
-        self.library.commit(self.handle, slot, num_rows)
+    def _results(self, num_rows: int) -> tuple[Tensor, Tensor]:
+        """Streams and logits of so many rows, which each call overwrites."""
+        return self._buffer(num_rows, self.spec.stream_width), self._buffer(
+            num_rows, self.spec.vocab_size
+        )
+
+    def _buffer(self, num_rows: int, width: int) -> Tensor:
+        """fp32 [num_rows, width], written to, so that the memory is there before the first window."""
+        memory = self._keeper.reserve(FP32_BYTES * num_rows * width, SCRATCH)
+        return memory.view(torch.float32).view(num_rows, width).zero_()
 
     def logits(self, streams: Tensor) -> Tensor:
-        """Streams [T, S*H] -> logits [T, vocab]."""
-        out = streams.new_empty(streams.shape[0], self.spec.vocab_size)
-        for first in range(0, streams.shape[0], self.max_rows):
+        """Streams [T, S*H] -> logits [T, vocab], overwritten by the next call if they are a window's at most."""
+        num_rows = streams.shape[0]
+        out = self.window_logits[:num_rows]
+        if num_rows > out.shape[0]:
+            out = streams.new_empty(num_rows, self.spec.vocab_size)
+        for first in range(0, num_rows, self.max_rows):
             part = streams[first : first + self.max_rows].contiguous()
             at = out[first : first + self.max_rows]
             self.library.logits(self.handle, part.data_ptr(), part.shape[0], at.data_ptr())
@@ -161,17 +179,19 @@ class NativeTrunk:
     def window(self, ids: Tensor, rows: Rows, state: SlotState) -> Tensor:
         """See Trunk.window."""
         del state  # its addresses are the step's
-        return self._run(ids, window_pieces(rows), keeps_all=False)
+        streams = self._step.window_streams[: ids.shape[0]]
+        return self._run(ids, window_pieces(rows), streams, keeps_all=False)
 
     def chunk(self, ids: Tensor, slot: int, start: int, state: SlotState) -> Tensor:
         """See Trunk.chunk; a piece longer than a call's rows is read in several calls, with the same result."""
         del state
-        parts: list[Tensor] = []
+        streams = torch.empty(ids.shape[0], self._step.spec.stream_width)
         for first in range(0, ids.shape[0], self._step.max_rows):
-            part = ids[first : first + self._step.max_rows]
-            piece = abi.Piece(slot=slot, first=0, count=part.shape[0], start=start + first)
-            parts.append(self._run(part, [piece], keeps_all=True))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            part = slice(first, first + self._step.max_rows)
+            count = ids[part].shape[0]
+            piece = abi.Piece(slot=slot, first=0, count=count, start=start + first)
+            self._run(ids[part], [piece], streams[part], keeps_all=True)
+        return streams
 
     def logits(self, streams: Tensor) -> Tensor:
         """See Trunk.logits."""
@@ -179,14 +199,18 @@ class NativeTrunk:
 
     def commit(self, kept: Mapping[int, KeptRows], streams: Tensor, state: SlotState) -> None:
         """See Trunk.commit."""
-        for slot, rows in kept.items():
-            self._step.commit(slot, rows.count)
-            state.keep_streams(slot, streams[rows.first :][: rows.count])
+        del state
+        rows = [abi.Kept(slot=slot, first=k.first, count=k.count) for slot, k in kept.items()]
+        self._step.library.commit(
+            self._step.handle, (abi.Kept * len(rows))(*rows), len(rows), streams.data_ptr()
+        )
 
-    def _run(self, ids: Tensor, pieces: Sequence[abi.Piece], *, keeps_all: bool) -> Tensor:
+    def _run(
+        self, ids: Tensor, pieces: Sequence[abi.Piece], streams: Tensor, *, keeps_all: bool
+    ) -> Tensor:
+        """Fills streams [R, S*H]."""
         step = self._step
         ids = ids.contiguous()
-        streams = torch.empty(ids.shape[0], step.spec.stream_width)
         step.library.trunk(
             step.handle,
             (abi.Piece * len(pieces))(*pieces),
@@ -228,8 +252,7 @@ class NativeDraft:
         del last, state
         step, pieces = self._step, window_pieces(rows)
         ids, streams = ids.contiguous(), streams.contiguous()
-        logits = streams.new_empty(len(pieces), step.spec.vocab_size)
-        out = streams.new_empty(len(pieces), streams.shape[1])
+        logits, out = step.draft_logits[: len(pieces)], step.draft_streams[: len(pieces)]
         step.library.draft(
             step.handle,
             (abi.Piece * len(pieces))(*pieces),
@@ -251,6 +274,64 @@ class NativeDraft:
             ids.data_ptr(),
             streams.data_ptr(),
         )
+
+
+class NativeChain:
+    """See engine.steps.DraftChain."""
+
+    def __init__(self, step: NativeStep, picker: NativePicker) -> None:
+        self._step = step
+        self._num_token_ids = picker.num_token_ids
+
+    def can_pick(self, row: PickRow) -> bool:
+        """See DraftChain: what a pick may be must not change along the chain."""
+        return row.limit is None and row.num_output >= row.params.min_tokens
+
+    def chain(
+        self,
+        ids: Tensor,
+        streams: Tensor,
+        rows: Rows,
+        picks: Sequence[Sequence[PickRow]],
+        steps: Sequence[DecodeStep],
+    ) -> list[Picks]:
+        """See DraftChain."""
+        step, pieces, most = self._step, window_pieces(rows), WINDOW_ROWS - 1
+        count = len(pieces)
+        alive: list[Any] = []
+        first = (abi.PickRow * count)(*(made_row(row, alive) for row in picks[0]))
+        gates = (abi.Gate * count)(
+            *(_gate(one, row, alive) for one, row in zip(steps, picks[0], strict=True))
+        )
+        found = (ctypes.c_int32 * (count * most))()
+        probabilities = (ctypes.c_float * (count * most))()
+        ids, streams = ids.contiguous(), streams.contiguous()
+        step.library.chain(
+            step.handle,
+            (abi.Piece * count)(*pieces),
+            count,
+            ids.data_ptr(),
+            streams.data_ptr(),
+            first,
+            gates,
+            self._num_token_ids,
+            found,
+            probabilities,
+        )
+        return [
+            Picks(ids=found[depth::most], probabilities=probabilities[depth::most])
+            for depth in range(len(picks))
+        ]
+
+
+def _gate(step: DecodeStep, row: PickRow, alive: list[Any]) -> abi.Gate:
+    stops = row.params.stop_token_ids
+    return abi.Gate(
+        min_p=step.spec_min_p,
+        stops=made_ids(stops, alive) if stops else None,
+        num_stops=len(stops),
+        max_drafts=step.max_draft,
+    )
 
 
 def window_pieces(rows: Rows) -> list[abi.Piece]:

@@ -94,6 +94,7 @@ typedef struct {
     void *k, *v;
     float *k_scale, *v_scale; /* NULL unless KIND_I8 */
     float *index_ring, *index_blocks;
+    float *pending; /* trunk streams whose draft cells are not written yet; NULL without a draft layer */
     int32_t ple_rows; /* rows kept per slot in ple: history and a window */
     int32_t kv_kind;
 } State;
@@ -106,10 +107,40 @@ typedef struct {
     int32_t slot, first, count, start;
 } Piece;
 
+/* The first rows of a slot's last window, flat rows [first, first + count), which are kept. */
+typedef struct {
+    int32_t slot, first, count;
+} Kept;
+
+/* What a row's pick depends on beside its logits; see engine.sampling.PickRow. Arrays may be NULL when empty. */
+typedef struct {
+    double temperature, top_p, min_p;
+    uint64_t seed;
+    int64_t position;
+    const uint8_t *seen;   /* [vocab] ids of prompt and output; NULL: no penalties */
+    const float *counts;   /* [vocab] output ids */
+    const uint8_t *allowed; /* [vocab] */
+    const int32_t *bias_ids, *banned, *drafts;
+    const float *biases;
+    float repetition, presence, frequency;
+    int32_t top_k, num_biases, num_banned, num_drafts;
+} PickRow;
+
+/* Floats of work space that a pick among n ids needs. */
+#define PICK_WORDS(n) (3 * (int64_t)(n))
+
+/* Where a chain ends: before a draft less probable than min_p, behind a stop id, or when it is max_drafts long. */
+typedef struct {
+    double min_p;
+    const int32_t *stops;
+    int32_t num_stops, max_drafts;
+} Gate;
+
 /* Scratch of one step; the pointers are into one block that is carved once. */
 typedef struct {
     float *streams, *normed, *mixed, *inject, *down, *wide, *projected, *mixer_out, *heads, *scores;
     float *expert_out, *route_weights, *head_out;
+    float *chain_logits, *chain_streams, *chain_work;
     int32_t *route_ids, *cells, *lists, *row_piece;
     int64_t per_thread; /* floats of scores each thread has */
 } Scratch;
@@ -126,6 +157,11 @@ typedef struct {
     /* A prompt piece is kept as it is read; of a window only the first rows are, later, by commit. */
     int32_t keeps_all;
 } Step;
+
+#define EXPORT __attribute__((visibility("default")))
+
+EXPORT void stratagate_pick(const float *logits, int n, int num_ids, const PickRow *rows, int num_rows, float *work,
+                            int32_t *ids, float *probabilities, uint8_t *finite);
 
 void residual_read(Step *step, const Residual *residual, const float *streams, int num_rows);
 void residual_write(Step *step, float *streams, const float *out, int num_rows);

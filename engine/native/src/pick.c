@@ -5,25 +5,12 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "model.h"
 #include "select.h"
 #include "simd.h"
 
-#define EXPORT __attribute__((visibility("default")))
 #define FIRST_CANDIDATES 64
 #define BLOCK 32
-
-/* What a row's pick depends on beside its logits; see engine.sampling.PickRow. Arrays may be NULL when empty. */
-typedef struct {
-    double temperature, top_p, min_p;
-    uint64_t key;
-    const uint8_t *seen;   /* [vocab] ids of prompt and output; NULL: no penalties */
-    const float *counts;   /* [vocab] output ids */
-    const uint8_t *allowed; /* [vocab] */
-    const int32_t *bias_ids, *banned, *drafts;
-    const float *biases;
-    float repetition, presence, frequency;
-    int32_t top_k, num_biases, num_banned, num_drafts;
-} PickRow;
 
 /* work: two rows of vocab floats, and one of ids. */
 typedef struct {
@@ -107,13 +94,17 @@ static double sum_exp(const float *values, int n, float most, double temperature
     return total;
 }
 
+#define GAMMA 0x9E3779B97F4A7C15u
+
 static uint64_t mixed(uint64_t z) {
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
     z = (z ^ z >> 27) * 0x94D049BB133111EBu;
     return z ^ z >> 31;
 }
 
-static uint64_t noise_bits(uint64_t key, int64_t id) { return mixed(key + (uint64_t)(id + 1) * 0x9E3779B97F4A7C15u) >> 12; }
+static uint64_t key_of(const PickRow *row) { return mixed(row->seed + (uint64_t)(row->position + 1) * GAMMA); }
+
+static uint64_t noise_bits(uint64_t key, int64_t id) { return mixed(key + (uint64_t)(id + 1) * GAMMA) >> 12; }
 
 static double gumbel(uint64_t bits) { return -log(-log(((double)bits + 0.5) * 0x1p-52)); }
 
@@ -127,13 +118,14 @@ static int may_reach(uint64_t bits, double needed) {
 /* The id of the largest scaled value plus noise; the earlier of equal ones. */
 static int noisy_argmax(const float *values, const int32_t *ids, int n, const PickRow *row) {
     double best = -INFINITY;
+    uint64_t key = key_of(row);
     int found = 0;
     for (int i = 0; i < n; i++) {
         int32_t id = ids ? ids[i] : i;
         double scaled = (double)values[id] / row->temperature;
         if (!(scaled > -INFINITY))
             continue;
-        uint64_t bits = noise_bits(row->key, id);
+        uint64_t bits = noise_bits(key, id);
         if (!may_reach(bits, best - scaled))
             continue;
         double noisy = scaled + gumbel(bits);
@@ -271,12 +263,22 @@ static int pick(const Work *work, int n, const PickRow *row, float *probability)
     return picked;
 }
 
-/* logits [num_rows, n] -> ids and probabilities [num_rows]; ids from num_ids on are never picked. work: 3 * n words. */
+static int all_finite(const float *values, int n) {
+    vf sum = vset(0.0f);
+    for (int i = 0; i < n; i += LANES)
+        sum += vload_n(values + i, n - i) * vset(0.0f);
+    return vsum(sum) == 0.0f;
+}
+
+/* logits [num_rows, n] -> ids, probabilities and whether all of a row's logits are finite, each [num_rows]; ids from
+ * num_ids on are never picked. work: PICK_WORDS(n) words. */
 EXPORT void stratagate_pick(const float *logits, int n, int num_ids, const PickRow *rows, int num_rows, float *work,
-                            int32_t *ids, float *probabilities) {
+                            int32_t *ids, float *probabilities, uint8_t *finite) {
     Work w = {work, work + n, (int32_t *)(work + 2 * (int64_t)n)};
     for (int i = 0; i < num_rows; i++) {
-        process(w.values, logits + (int64_t)i * n, n, num_ids, &rows[i]);
+        const float *row = logits + (int64_t)i * n;
+        finite[i] = (uint8_t)all_finite(row, n);
+        process(w.values, row, n, num_ids, &rows[i]);
         ids[i] = pick(&w, n, &rows[i], &probabilities[i]);
     }
 }

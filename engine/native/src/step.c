@@ -4,8 +4,6 @@
 #include "model.h"
 #include "simd.h"
 
-#define EXPORT __attribute__((visibility("default")))
-
 /* Which sources this was compiled from; see engine/native/build.py. */
 EXPORT const char *stratagate_sources(void) { return STRATAGATE_SOURCES; }
 
@@ -16,7 +14,7 @@ static int64_t width_of(const Geometry *g) { return (int64_t)g->num_streams * g-
 /* Floats of every region of the scratch block, in the order of carving. */
 typedef struct {
     int64_t streams, normed, mixed, inject, down, wide, projected, mixer_out, heads, scores, expert_out, route_weights,
-        head_out, route_ids, cells, lists, row_piece;
+        head_out, chain_logits, chain_streams, chain_work, route_ids, cells, lists, row_piece;
 } Sizes;
 
 static Sizes sizes_of(const Model *model, int64_t rows, int64_t threads, int64_t *per_thread) {
@@ -48,6 +46,9 @@ static Sizes sizes_of(const Model *model, int64_t rows, int64_t threads, int64_t
         .expert_out = rows * g->num_active * g->hidden,
         .route_weights = rows * g->num_active,
         .head_out = rows * g->hidden,
+        .chain_logits = model->draft ? (int64_t)g->num_slots * g->vocab_size : 0,
+        .chain_streams = model->draft ? g->num_slots * width : 0,
+        .chain_work = model->draft ? PICK_WORDS(g->vocab_size) : 0,
         .route_ids = rows * g->num_active,
         .cells = rows * cells,
         .lists = 5 * rows * g->num_active,
@@ -84,6 +85,9 @@ static void carve_all(Scratch *s, const Model *model, int max_rows, int num_thre
     s->expert_out = carve(&block, n.expert_out);
     s->route_weights = carve(&block, n.route_weights);
     s->head_out = carve(&block, n.head_out);
+    s->chain_logits = carve(&block, n.chain_logits);
+    s->chain_streams = carve(&block, n.chain_streams);
+    s->chain_work = carve(&block, n.chain_work);
     s->route_ids = (int32_t *)carve(&block, n.route_ids);
     s->cells = (int32_t *)carve(&block, n.cells);
     s->lists = (int32_t *)carve(&block, n.lists);
@@ -111,7 +115,7 @@ EXPORT void stratagate_close(Step *step) {
     free(step);
 }
 
-static void begin(Step *step, const Piece *pieces, int num_pieces, int keeps_all) {
+static void begin_rows(Step *step, const Piece *pieces, int num_pieces, int keeps_all) {
     step->pieces = pieces;
     step->num_pieces = num_pieces;
     step->num_rows = 0;
@@ -121,6 +125,10 @@ static void begin(Step *step, const Piece *pieces, int num_pieces, int keeps_all
             step->scratch.row_piece[pieces[i].first + j] = i;
         step->num_rows += pieces[i].count;
     }
+}
+
+static void begin(Step *step, const Piece *pieces, int num_pieces, int keeps_all) {
+    begin_rows(step, pieces, num_pieces, keeps_all);
     pool_wake(step->pool);
 }
 
@@ -167,12 +175,9 @@ EXPORT void stratagate_logits(Step *step, const float *streams, int num_rows, fl
     pool_rest(step->pool);
 }
 
-/* Keeps the first num_rows >= 1 rows of the slot's last window in S and both convolution histories. */
-EXPORT void stratagate_commit(Step *step, int slot, int num_rows) {
+static void commit_ple(const Step *step, int slot, int num_rows) {
     const Geometry *g = &step->model->geometry;
     const State *state = step->state;
-    pool_wake(step->pool);
-    gdn_commit(step, slot, num_rows);
     int64_t width = width_of(g), history = state->ple_rows - g->window_rows;
     for (int i = 0; i < g->num_layers; i++) {
         const Ple *ple = step->model->layers[i].ple;
@@ -180,6 +185,22 @@ EXPORT void stratagate_commit(Step *step, int slot, int num_rows) {
             continue;
         float *rows = state->ple + ((int64_t)ple->index * g->num_slots + slot) * state->ple_rows * width;
         memmove(rows, rows + num_rows * width, (size_t)(history * width) * sizeof(float));
+    }
+}
+
+/* Keeps the first rows of slots' last windows in S and both convolution histories, and their streams [R, W] until the
+ * draft layer's cells are made of them. */
+EXPORT void stratagate_commit(Step *step, const Kept *kept, int num_kept, const float *streams) {
+    const Geometry *g = &step->model->geometry;
+    int64_t width = width_of(g);
+    pool_wake(step->pool);
+    for (int i = 0; i < num_kept; i++) {
+        int slot = kept[i].slot, count = kept[i].count;
+        gdn_commit(step, slot, count);
+        commit_ple(step, slot, count);
+        if (step->state->pending)
+            memcpy(step->state->pending + (int64_t)slot * g->window_rows * width, streams + kept[i].first * width,
+                   (size_t)(count * width) * sizeof(float));
     }
     pool_rest(step->pool);
 }
@@ -224,19 +245,19 @@ EXPORT void stratagate_draft_cells(Step *step, const Piece *pieces, int num_piec
     pool_rest(step->pool);
 }
 
-/* The same, then a draft from each piece's last row: logits [B, vocab] and the layer's own streams out [B, W]. */
-EXPORT void stratagate_draft(Step *step, const Piece *pieces, int num_pieces, const int64_t *ids, const float *streams,
-                             float *logits, float *out) {
+/* The same, then a draft from each piece's last row: logits [B, vocab] and the layer's own streams out [B, W], which may
+ * be where streams are. */
+static void draft_rows(Step *step, const int64_t *ids, const float *streams, float *logits, float *out) {
     const Model *model = step->model;
     const Draft *draft = model->draft;
     const Geometry *g = &model->geometry;
     Scratch *scratch = &step->scratch;
     int64_t width = width_of(g);
+    int num_pieces = step->num_pieces;
     int32_t last[num_pieces];
-    begin(step, pieces, num_pieces, 1);
     draft_cells(step, ids, streams);
     for (int i = 0; i < num_pieces; i++) {
-        last[i] = pieces[i].first + pieces[i].count - 1;
+        last[i] = step->pieces[i].first + step->pieces[i].count - 1;
         memcpy(out + i * width, scratch->streams + last[i] * width, (size_t)width * sizeof(float));
         memmove(scratch->inject + (int64_t)i * g->num_streams, scratch->inject + (int64_t)last[i] * g->num_streams,
                 (size_t)g->num_streams * sizeof(float));
@@ -248,5 +269,68 @@ EXPORT void stratagate_draft(Step *step, const Piece *pieces, int num_pieces, co
     residual_write(step, out, scratch->head_out, num_pieces);
     residual_read(step, &draft->final, out, num_pieces);
     product(step->pool, &model->head, (Rows){scratch->mixed, 0, g->hidden}, (Rows){logits, 0, g->vocab_size}, num_pieces);
+}
+
+EXPORT void stratagate_draft(Step *step, const Piece *pieces, int num_pieces, const int64_t *ids, const float *streams,
+                             float *logits, float *out) {
+    begin(step, pieces, num_pieces, 1);
+    draft_rows(step, ids, streams, logits, out);
+    pool_rest(step->pool);
+}
+
+/* Whether the draft passes its gate, and, if it does, whether the chain may go on behind it. */
+static int passes(const Gate *gate, float probability) { return (double)probability >= gate->min_p; }
+
+static int may_go_on(const Gate *gate, int32_t id, int length) {
+    for (int i = 0; i < gate->num_stops; i++)
+        if (gate->stops[i] == id)
+            return 0;
+    return length < gate->max_drafts;
+}
+
+/* Chains of drafts, each as long as its gate lets it: ids and probabilities [B, window_rows - 1]; where a chain has
+ * ended the probability is -1. ids [R] and streams [R, W] as for a draft; rows: the first picks, which are changed. */
+EXPORT void stratagate_chain(Step *step, const Piece *pieces, int num_pieces, const int64_t *ids, const float *streams,
+                             PickRow *rows, const Gate *gates, int num_ids, int32_t *drafts, float *probabilities) {
+    const Geometry *g = &step->model->geometry;
+    Scratch *scratch = &step->scratch;
+    int64_t width = width_of(g), next_ids[num_pieces];
+    int most = g->window_rows - 1, chain[num_pieces], active = num_pieces;
+    Piece next[num_pieces];
+    for (int i = 0; i < num_pieces; i++) {
+        chain[i] = i;
+        next[i] = pieces[i];
+        rows[i].drafts = drafts + i * most;
+        for (int j = 0; j < most; j++)
+            probabilities[i * most + j] = -1.0f;
+    }
+    begin(step, pieces, num_pieces, 1);
+    for (int depth = 0; active > 0; depth++) {
+        draft_rows(step, ids, streams, scratch->chain_logits, scratch->chain_streams);
+        int kept = 0;
+        for (int i = 0; i < active; i++) {
+            int c = chain[i];
+            PickRow *row = &rows[c];
+            uint8_t finite;
+            int32_t *id = drafts + c * most + depth;
+            float *probability = probabilities + c * most + depth;
+            stratagate_pick(scratch->chain_logits + (int64_t)i * g->vocab_size, g->vocab_size, num_ids, row, 1,
+                            scratch->chain_work, id, probability, &finite);
+            row->position++;
+            row->num_drafts++;
+            if (!passes(&gates[c], *probability) || !may_go_on(&gates[c], *id, depth + 1))
+                continue;
+            memmove(scratch->chain_streams + kept * width, scratch->chain_streams + i * width,
+                    (size_t)width * sizeof(float));
+            next_ids[kept] = *id;
+            next[kept] = (Piece){next[i].slot, kept, 1, next[i].start + next[i].count};
+            chain[kept++] = c;
+        }
+        active = kept;
+        if (active)
+            begin_rows(step, next, active, 1);
+        ids = next_ids;
+        streams = scratch->chain_streams;
+    }
     pool_rest(step->pool);
 }
