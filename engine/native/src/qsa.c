@@ -204,73 +204,134 @@ INLINE vf load_cell(const int kind, const void *cells, int64_t at, int left) {
     return kind == KIND_I8 ? vload_i8(codes) : vload_bf16(halves);
 }
 
-/* One row and K/V head: scores of all its query heads, softmax, weighted values. cells: NULL for 0..num_cells. */
-INLINE void attend(const int kind, const Context *c, int row, int head, const int32_t *cells, int num_cells, float *out,
-                   float *scores) {
-    const Geometry *g = &c->step->model->geometry;
-    const State *state = c->step->state;
-    int dim = g->head_dim, group = g->heads / g->kv_heads, padded = (num_cells + LANES - 1) / LANES * LANES;
-    int64_t base = cells_of(c, slot_of(c->step, row), head);
-    const float *queries = c->step->scratch.heads + (int64_t)row * c->heads_row + head * group * dim;
-    vf scale = vset(1.0f / sqrtf((float)dim));
-    for (int first = 0; first < padded; first += LANES) {
-        int64_t at[LANES];
-        vf cell_scale = vset(1.0f);
-        for (int i = 0; i < LANES; i++) {
-            int p = first + i < num_cells ? first + i : num_cells - 1;
-            at[i] = base + (cells ? cells[p] : p);
-            if (kind == KIND_I8)
-                cell_scale[i] = state->k_scale[at[i]];
-        }
-        for (int q = 0; q < group; q++) {
-            vf sum[LANES];
-            for (int i = 0; i < LANES; i++)
-                sum[i] = vset(0.0f);
-            for (int d = 0; d < dim; d += LANES) {
-                vf query = vload_n(queries + q * dim + d, dim - d);
-                for (int i = 0; i < LANES; i++)
-                    sum[i] = vfma(query, load_cell(kind, state->k, at[i] * dim + d, dim - d), sum[i]);
+#define MAX_HEADS 3 /* query heads that go over the cells together: 3 x 4 vectors of sums fill the registers */
+
+/* A row's cells of one K/V head: where they lie, and those beyond the last (up to whole vectors) repeat it. */
+typedef struct {
+    const State *state;
+    const int32_t *list; /* NULL for 0..count */
+    int64_t base;
+    int dim, count, padded;
+} Cells;
+
+INLINE int64_t cell_at(const Cells *c, int i) {
+    i = i < c->count ? i : c->count - 1;
+    return c->base + (c->list ? c->list[i] : i);
+}
+
+/* Scores [heads][padded] of `heads` queries, -inf behind the last cell. */
+INLINE void score(const int kind, const int heads, const Cells *c, const float *queries, float *scores) {
+    vf scale = vset(1.0f / sqrtf((float)c->dim));
+    for (int first = 0; first < c->padded; first += LANES) {
+        vf sums[MAX_HEADS][LANES], cell_scale = vset(1.0f);
+        for (int half = 0; half < LANES; half += LANES / 2) {
+            vf sum[MAX_HEADS][LANES / 2];
+            int64_t at[LANES / 2];
+#pragma GCC unroll 4
+            for (int i = 0; i < LANES / 2; i++) {
+                at[i] = cell_at(c, first + half + i);
+                if (kind == KIND_I8)
+                    cell_scale[half + i] = c->state->k_scale[at[i]];
+#pragma GCC unroll 3
+                for (int q = 0; q < heads; q++)
+                    sum[q][i] = vset(0.0f);
             }
-            vf score = vsum8(sum) * cell_scale * scale;
-            for (int i = num_cells - first; i < LANES; i++)
-                score[i] = -INFINITY;
-            vstore(scores + (int64_t)q * padded + first, score);
-        }
-    }
-    for (int q = 0; q < group; q++) {
-        float *weights = scores + (int64_t)q * padded;
-        vf most = vload(weights), total = vset(0.0f);
-        for (int i = LANES; i < padded; i += LANES)
-            most = vmax(vload(weights + i), most);
-        most = vset(vmax_lane(most));
-        for (int i = 0; i < padded; i += LANES) {
-            vf weight = vexp(vload(weights + i) - most);
-            vstore(weights + i, weight);
-            total += weight;
-        }
-        vf share = vset(1.0f / vsum(total));
-        for (int d = 0; d < dim; d += 4 * LANES) {
-            vf sum[4] = {vset(0.0f), vset(0.0f), vset(0.0f), vset(0.0f)};
-            for (int i = 0; i < num_cells; i++) {
-                int64_t cell = base + (cells ? cells[i] : i);
-                vf weight = vset(kind == KIND_I8 ? weights[i] * state->v_scale[cell] : weights[i]);
-                for (int v = 0; v < 4 && d + v * LANES < dim; v++)
-                    sum[v] = vfma(weight, load_cell(kind, state->v, cell * dim + d + v * LANES, dim - d - v * LANES), sum[v]);
+            for (int d = 0; d < c->dim; d += LANES) {
+                vf query[MAX_HEADS];
+#pragma GCC unroll 3
+                for (int q = 0; q < heads; q++)
+                    query[q] = vload_n(queries + q * c->dim + d, c->dim - d);
+#pragma GCC unroll 4
+                for (int i = 0; i < LANES / 2; i++) {
+                    vf key = load_cell(kind, c->state->k, at[i] * c->dim + d, c->dim - d);
+#pragma GCC unroll 3
+                    for (int q = 0; q < heads; q++)
+                        sum[q][i] = vfma(query[q], key, sum[q][i]);
+                }
             }
-            for (int v = 0; v < 4 && d + v * LANES < dim; v++)
-                vstore_n(out + q * dim + d + v * LANES, sum[v] * share, dim - d - v * LANES);
+#pragma GCC unroll 3
+            for (int q = 0; q < heads; q++)
+                memcpy(&sums[q][half], sum[q], sizeof sum[q]);
+        }
+        for (int q = 0; q < heads; q++) {
+            vf found = vsum8(sums[q]) * cell_scale * scale;
+            for (int i = c->count - first; i < LANES; i++)
+                found[i] = -INFINITY;
+            vstore(scores + (int64_t)q * c->padded + first, found);
         }
     }
 }
 
-#define ATTEND(KIND)                                                                                              \
-    static void attend_##KIND(const Context *c, int row, int head, const int32_t *cells, int n, float *out, float *s) { \
-        attend(KIND, c, row, head, cells, n, out, s);                                                               \
+/* scores -> exp(score - most), in place; returns 1 / their sum. */
+static float soften(float *scores, int padded) {
+    vf most = vload(scores), total = vset(0.0f);
+    for (int i = LANES; i < padded; i += LANES)
+        most = vmax(vload(scores + i), most);
+    most = vset(vmax_lane(most));
+    for (int i = 0; i < padded; i += LANES) {
+        vf weight = vexp(vload(scores + i) - most);
+        vstore(scores + i, weight);
+        total += weight;
     }
-ATTEND(KIND_F32) ATTEND(KIND_BF16) ATTEND(KIND_I8)
+    return 1.0f / vsum(total);
+}
 
-static void (*const ATTEND_KINDS[])(const Context *, int, int, const int32_t *, int, float *, float *) = {
-    attend_KIND_F32, attend_KIND_BF16, attend_KIND_I8};
+/* out [heads][dim], `vectors` of it from d on: weighted sums of the cells' values. */
+INLINE void weigh(const int kind, const int heads, const int vectors, const Cells *c, const float *weights, const float *share,
+                  int d, float *out) {
+    vf sum[MAX_HEADS][4];
+#pragma GCC unroll 3
+    for (int q = 0; q < heads; q++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++)
+            sum[q][v] = vset(0.0f);
+    for (int i = 0; i < c->count; i++) {
+        int64_t cell = cell_at(c, i);
+        vf weight[MAX_HEADS];
+#pragma GCC unroll 3
+        for (int q = 0; q < heads; q++) {
+            float w = weights[(int64_t)q * c->padded + i];
+            weight[q] = vset(kind == KIND_I8 ? w * c->state->v_scale[cell] : w);
+        }
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) {
+            vf value = load_cell(kind, c->state->v, cell * c->dim + d + v * LANES, c->dim - d - v * LANES);
+#pragma GCC unroll 3
+            for (int q = 0; q < heads; q++)
+                sum[q][v] = vfma(weight[q], value, sum[q][v]);
+        }
+    }
+#pragma GCC unroll 3
+    for (int q = 0; q < heads; q++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++)
+            vstore_n(out + q * c->dim + d + v * LANES, sum[q][v] * vset(share[q]), c->dim - d - v * LANES);
+}
+
+/* `heads` query heads of one row over its cells: scores, softmax, weighted values. */
+INLINE void attend(const int kind, const int heads, const Cells *c, const float *queries, float *out, float *scores) {
+    float share[MAX_HEADS];
+    int d = 0;
+    score(kind, heads, c, queries, scores);
+    for (int q = 0; q < heads; q++)
+        share[q] = soften(scores + (int64_t)q * c->padded, c->padded);
+    for (; d + 4 * LANES <= c->dim; d += 4 * LANES)
+        weigh(kind, heads, 4, c, scores, share, d, out);
+    for (; d < c->dim; d += LANES)
+        weigh(kind, heads, 1, c, scores, share, d, out);
+}
+
+typedef void (*AttendFn)(const Cells *c, const float *queries, float *out, float *scores);
+
+#define ATTEND(KIND, HEADS)                                                                                     \
+    static void attend_##KIND##_##HEADS(const Cells *c, const float *queries, float *out, float *scores) {      \
+        attend(KIND, HEADS, c, queries, out, scores);                                                           \
+    }
+#define ATTENDS(KIND) ATTEND(KIND, 1) ATTEND(KIND, 2) ATTEND(KIND, 3)
+ATTENDS(KIND_F32) ATTENDS(KIND_BF16) ATTENDS(KIND_I8)
+
+#define HEAD_FORMS(KIND) {attend_##KIND##_1, attend_##KIND##_2, attend_##KIND##_3}
+static const AttendFn ATTEND_FORMS[][MAX_HEADS] = {HEAD_FORMS(KIND_F32), HEAD_FORMS(KIND_BF16), HEAD_FORMS(KIND_I8)};
 
 static void attend_task(void *context, int task, int thread) {
     const Context *c = context;
@@ -278,10 +339,15 @@ static void attend_task(void *context, int task, int thread) {
     const Geometry *g = &step->model->geometry;
     int i = task / g->kv_heads, head = task % g->kv_heads, row = row_at(c, i), position = position_of(step, row);
     int group = g->heads / g->kv_heads, dim = g->head_dim, num_cells = num_cells_of(c, position);
-    const int32_t *cells = num_cells == position + 1 ? 0 : step->scratch.cells + (int64_t)i * c->max_cells;
+    Cells cells = {step->state, num_cells == position + 1 ? 0 : step->scratch.cells + (int64_t)i * c->max_cells,
+                   cells_of(c, slot_of(step, row), head), dim, num_cells, (num_cells + LANES - 1) / LANES * LANES};
+    const float *queries = step->scratch.heads + (int64_t)row * c->heads_row + head * group * dim;
     float *out = step->scratch.mixer_out + (int64_t)i * c->queries + head * group * dim;
     float *scores = step->scratch.scores + thread * step->scratch.per_thread;
-    ATTEND_KINDS[step->state->kv_kind](c, row, head, cells, num_cells, out, scores);
+    for (int h = 0, heads; h < group; h += heads) {
+        heads = group - h < MAX_HEADS ? group - h : MAX_HEADS;
+        ATTEND_FORMS[step->state->kv_kind][heads - 1](&cells, queries + h * dim, out + h * dim, scores);
+    }
     for (int h = 0; h < group; h++) {
         const float *gate = step->scratch.projected + (int64_t)row * c->projected + (2 * (head * group + h) + 1) * dim;
         for (int d = 0; d < dim; d += LANES) {
