@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -170,6 +171,27 @@ def test_a_machine_without_compiler_is_told(
     monkeypatch.setattr(build, "compiler", lambda: None)
     assert build.main() == 1
     assert "no C compiler found" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [(["cc"], "-march=x86-64-v3"), (["python", "-m", "ziglang", "cc"], "-mcpu=x86_64_v3")],
+)
+def test_every_compiler_is_told_the_processor_in_its_own_words(
+    command: list[str], flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[list[str]] = []
+
+    def run(arguments: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        called.append(arguments)
+        return subprocess.CompletedProcess(arguments, 0, "", "")
+
+    monkeypatch.setattr(build, "LIBRARY", tmp_path / "libstep.so")
+    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(build.subprocess, "run", run)
+    build.compile_library(command)
+    assert called[0][: len(command)] == command
+    assert [a for a in called[0] if a.startswith(("-march", "-mcpu"))] == [flag]
 
 
 def test_a_failed_compilation_says_why_and_leaves_nothing(

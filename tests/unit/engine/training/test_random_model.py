@@ -8,7 +8,7 @@ import math
 from engine.config import model_path
 from engine.geometry import model_tensors
 from engine.model_spec import spec_from_config
-from loadtest.random_model import wider
+from engine.training.random_model import wider
 
 
 def test_it_has_three_to_four_times_the_weights() -> None:

@@ -1,4 +1,4 @@
-"""`python -m loadtest.random_model DIR`: like the default model, almost four times as large, of random weights.
+"""`python -m engine.training.random_model DIR`: the default model almost four times as large, with random weights.
 
 For speed alone: what it writes means nothing. Stored as the default model is, int8 rows with a scale each.
 """
