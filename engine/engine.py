@@ -431,8 +431,7 @@ class TorchEngine:
         sequence.constraint = Constraint(params, matcher, self._spec.vocab_size)
 
     def _resume(self, slot: int, sequence: SlotSequence, resume: Resume) -> None:
-        for index, page_id in enumerate(resume.page_ids):
-            self._parked.load_page(page_id, slot, index)
+        self._parked.load_pages(slot, tuple(enumerate(resume.page_ids)))
         mark = self._parked.load_checkpoint(resume.checkpoint_id, slot)
         sequence.ids = list(resume.token_ids)
         sequence.num_computed = mark.num_computed
@@ -456,8 +455,11 @@ class TorchEngine:
             self._parked.drop_checkpoint(checkpoint_id)
         for suspend in plan.suspends:
             self._save_checkpoint(suspend.checkpoint_id, suspend.slot)
+        saved: dict[int, list[tuple[int, int]]] = {}
         for save in plan.saves:
-            self._parked.save_page(save.page_id, save.slot, save.index)
+            saved.setdefault(save.slot, []).append((save.index, save.page_id))
+        for slot, pages in saved.items():
+            self._parked.save_pages(slot, pages)
         if self._files is not None:
             self._begin_file_work(plan, self._files)
 

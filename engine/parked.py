@@ -8,7 +8,7 @@ together are all that a sequence is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -24,6 +24,8 @@ from engine.interface import PAGE_TOKENS
 if TYPE_CHECKING:
     from engine.state import SlotState
 
+_STAGED_PAGES = 8
+"""Pages that a device lays out at once; of the real model 14 MiB."""
 _ALIGN_BYTES = 16
 """Parts begin at multiples of this, so that every dtype can be seen in place."""
 
@@ -43,16 +45,27 @@ class ParkedStates:
     """Host memory for pages and checkpoints: a page is a block, a checkpoint as many blocks as it needs."""
 
     def __init__(
-        self, state: SlotState, *, max_bytes: int | None = None, lane: CopyLane | None = None
+        self,
+        state: SlotState,
+        *,
+        max_bytes: int | None = None,
+        lane: CopyLane | None = None,
+        staged_pages: int | None = None,
     ) -> None:
-        """max_bytes: most host memory, None for no limit."""
+        """max_bytes: most host memory, None for no limit.
+
+        staged_pages: pages that are laid out beside the slot before they are copied, so that a device has one copy a
+        page and not one a part; None chooses by device, 1 copies the parts themselves.
+        """
         self._state = state
+        on_gpu = state.device.type == "cuda"
+        self._staged_pages = staged_pages or (_STAGED_PAGES if on_gpu else 1)
         self._blocks_per_page = PAGE_TOKENS // state.block_tokens
         self._lane = lane_for(state.device) if lane is None else lane
         checkpoint_bytes = _padded_bytes(self._running(0))
         # Without an attention layer a page holds nothing, and a block is a checkpoint.
-        block_bytes = _padded_bytes(self._cells(0, 0)) or checkpoint_bytes
-        self._arena = BlockArena(block_bytes, max_bytes, pin=state.device.type == "cuda")
+        block_bytes = _padded_bytes(self._cells(0, 0, 1)) or checkpoint_bytes
+        self._arena = BlockArena(block_bytes, max_bytes, pin=on_gpu)
         self._blocks_per_checkpoint = self._arena.blocks_for(checkpoint_bytes)
         self._pages: dict[int, Blocks] = {}
         self._checkpoints: dict[int, Blocks] = {}
@@ -110,15 +123,40 @@ class ParkedStates:
         """The content of a reserved checkpoint is there."""
         self._marks[checkpoint_id] = mark
 
-    def save_page(self, page_id: int, slot: int, index: int) -> None:
-        """Copy the slot's cells [index * PAGE_TOKENS, ...) to a new page."""
-        blocks = self._pages[page_id] = self._arena.take(1)
-        self._lane.run(slot, partial(_copy, self._cells(slot, index), blocks, to_blocks=True))
+    def save_pages(self, slot: int, pages: Sequence[tuple[int, int]]) -> None:
+        """Copy the slot's cells [index * PAGE_TOKENS, ...) to new pages, given as (index, page id)."""
+        for _, page_id in pages:
+            self._pages[page_id] = self._arena.take(1)
+        self._lane.run(slot, partial(self._copy_pages, slot, pages, to_blocks=True))
 
-    def load_page(self, page_id: int, slot: int, index: int) -> None:
-        """Copy a page to the slot's cells [index * PAGE_TOKENS, ...)."""
-        parts, blocks = self._cells(slot, index), self._pages[page_id]
-        self._lane.run(slot, partial(_copy, parts, blocks, to_blocks=False))
+    def load_pages(self, slot: int, pages: Sequence[tuple[int, int]]) -> None:
+        """Copy pages to the slot's cells [index * PAGE_TOKENS, ...), given as (index, page id)."""
+        self._lane.run(slot, partial(self._copy_pages, slot, pages, to_blocks=False))
+
+    def _copy_pages(self, slot: int, pages: Sequence[tuple[int, int]], *, to_blocks: bool) -> None:
+        for run in _runs(sorted(pages), self._staged_pages):
+            blocks = [self._pages[page_id][0] for _, page_id in run]
+            parts = self._cells(slot, run[0][0], len(run))
+            if self._staged_pages == 1:
+                _copy(parts, (blocks[0],), to_blocks=to_blocks)
+            else:
+                self._copy_staged(parts, blocks, to_blocks=to_blocks)
+
+    def _copy_staged(self, parts: list[Tensor], blocks: list[Tensor], *, to_blocks: bool) -> None:
+        """By way of memory beside the slot that is laid out like the blocks: a copy a page between device and host."""
+        count = len(blocks)
+        stage = blocks[0].new_empty((count, self.page_bytes), device=self._state.device)
+        if not to_blocks:
+            for page, block in zip(stage, blocks, strict=True):
+                page.copy_(block, non_blocking=True)
+        # Pages follow each other in K, V and scales on the axis of cells, in index blocks on that of blocks.
+        axes = [2] * (len(parts) - 1) + [1]
+        for part, place in _places(parts, axes, stage):
+            target, source = (place, part) if to_blocks else (part, place)
+            target.copy_(source)
+        if to_blocks:
+            for page, block in zip(stage, blocks, strict=True):
+                block.copy_(page, non_blocking=True)
 
     def save_checkpoint(self, checkpoint_id: int, slot: int, mark: CheckpointMark) -> None:
         """Copy the slot's running state to a new checkpoint."""
@@ -155,11 +193,11 @@ class ParkedStates:
         self._arena.give_back(self._checkpoints.pop(checkpoint_id))
         self._marks.pop(checkpoint_id, None)
 
-    def _cells(self, slot: int, index: int) -> list[Tensor]:
-        """Of one page: few parts, each spread over the slot's memory."""
-        state = self._state
-        cells = slice(index * PAGE_TOKENS, (index + 1) * PAGE_TOKENS)
-        blocks = slice(index * self._blocks_per_page, (index + 1) * self._blocks_per_page)
+    def _cells(self, slot: int, index: int, count: int) -> list[Tensor]:
+        """Of pages from `index` on: few parts, each spread over the slot's memory."""
+        state, end = self._state, index + count
+        cells = slice(index * PAGE_TOKENS, end * PAGE_TOKENS)
+        blocks = slice(index * self._blocks_per_page, end * self._blocks_per_page)
         parts = [x[:, slot, :, cells] for x in state.kv_tensors()]
         return [*parts, state.index_blocks[:, slot, blocks]]
 
@@ -175,8 +213,34 @@ class ParkedStates:
         return [*parts, state.pending[slot]] if state.pending.shape[0] else parts
 
 
+def _runs(pages: list[tuple[int, int]], most: int) -> Iterator[list[tuple[int, int]]]:
+    """Pages of rising index as runs without gaps, none longer than `most`."""
+    run: list[tuple[int, int]] = []
+    for page in pages:
+        if run and (len(run) == most or page[0] != run[-1][0] + 1):
+            yield run
+            run = []
+        run.append(page)
+    if run:
+        yield run
+
+
+def _places(parts: list[Tensor], axes: list[int], stage: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Parts of several pages, page by page, with their places in `stage` uint8 [pages, bytes]; axes: see caller."""
+    count, at = stage.shape[0], 0
+    for part, axis in zip(parts, axes, strict=True):
+        paged = part.unflatten(axis, (count, -1)).movedim(axis, 0)
+        num_bytes = part.nbytes // count
+        yield paged, stage[:, at : at + num_bytes].view(part.dtype).view(paged.shape)
+        at += _aligned(num_bytes)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+
+
 def _padded_bytes(parts: list[Tensor]) -> int:
-    return sum(-(-part.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES for part in parts)
+    return sum(_aligned(part.nbytes) for part in parts)
 
 
 def _copy(parts: list[Tensor], blocks: Blocks, *, to_blocks: bool) -> None:
@@ -202,4 +266,4 @@ def _pieces(parts: list[Tensor], blocks: Blocks) -> Iterator[tuple[Tensor, Tenso
                 room = blocks[index][first : first + count * part.itemsize]
                 yield flat[done : done + count], room.view(part.dtype)
                 done += count
-        at += -(-part.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        at += _aligned(part.nbytes)

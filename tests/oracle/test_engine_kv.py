@@ -134,9 +134,9 @@ def test_a_parked_page_comes_back_to_the_bit(int8: Models) -> None:
     held = [tensor[:, 0, :, :64].clone() for tensor in state.kv_tensors()]
     assert len(held) == 4
     with torch.inference_mode():
-        parked.save_page(900, 0, 0)
+        parked.save_pages(0, [(0, 900)])
         read(engine, 0, tiny.text("gqa3_gdn2", 1)[:64])
-        parked.load_page(900, 2, 0)
+        parked.load_pages(2, [(0, 900)])
     parked.drop_page(900)
     for tensor, before in zip(state.kv_tensors(), held, strict=True):
         assert torch.equal(tensor[:, 2, :, :64], before)
