@@ -379,7 +379,10 @@ def rates(
     times = {
         (w["rows"], w["slots"]): w["ms"] for w in found_windows if w["context"] == _CONTEXTS[0]
     }
-    other = {(d["what"].split()[0], d["slots"]): d["ms"] for d in found_drafts}
+    other: dict[tuple[str, int], float] = {}
+    for one in found_drafts:
+        # Picks from all ids come before those from a few.
+        other.setdefault((one["what"].split()[0], one["slots"]), one["ms"])
     found: list[dict[str, Any]] = []
     for slots in (1, 4):
         plain = times[slots, slots] + other["sampling", 4]
