@@ -16,18 +16,19 @@ _CAPABILITY = (9, 0)
 
 
 def why_unsupported(config: EngineConfig, spec: ModelSpec, device: torch.device) -> str | None:
-    """Why the kernels cannot run; None when they can."""
+    """Why the kernels cannot run; None when they can: they take every model that the torch layers take."""
+    del spec
     if find_spec("triton") is None:
         return "its kernels need Triton, which is not installed"
     found = torch.cuda.get_device_capability(device)
     if found < _CAPABILITY:
         needed = ".".join(map(str, _CAPABILITY))
         return f"its kernels need compute capability {needed}, not {found[0]}.{found[1]}"
-    return why_unsupported_choice(config, spec)
+    return why_unsupported_choice(config)
 
 
-def why_unsupported_choice(config: EngineConfig, spec: ModelSpec) -> str | None:
-    """Of options and model alone."""
+def why_unsupported_choice(config: EngineConfig) -> str | None:
+    """Of the options alone."""
     if config.dtype not in ("auto", "bfloat16"):
         return f"it computes in bfloat16, not in {config.dtype}"
     if config.kv not in ("auto", "bf16", "int8"):
@@ -36,7 +37,4 @@ def why_unsupported_choice(config: EngineConfig, spec: ModelSpec) -> str | None:
         return "it keeps every expert on the device, in 4 bits, without tiers"
     if config.ple_io != "ram":
         return f"it keeps the n-gram table in memory, without --ple-io {config.ple_io}"
-    block = spec.qsa.block_tokens
-    if block & (block - 1):
-        return f"indexer_compress_ratio: found {block}, required a power of two"
     return None

@@ -1,0 +1,69 @@
+"""Which layers a device runs, and why not the compiled ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from engine import kernels
+from engine.config import EngineConfig
+from engine.cuda import support
+from engine.errors import ConfigMismatch
+from engine.model_spec import ModelSpec, spec_from_config
+from tests.random_weights import SMALL
+
+CUDA = torch.device("cuda")
+CONFIG = EngineConfig(device="cuda")
+
+
+def make_spec() -> ModelSpec:
+    return spec_from_config(SMALL, name="small")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": "float32"}, "bfloat16, not in float32"),
+        ({"kv": "fp32"}, "bf16 or int8, not in fp32"),
+        ({"expert_cache": 8}, "without tiers"),
+        ({"expert_profile": "ranking.bin"}, "without tiers"),
+        ({"ple_io": "direct"}, "without --ple-io direct"),
+    ],
+)
+def test_choices_that_the_triton_kernels_do_not_have(changes: dict[str, Any], reason: str) -> None:
+    found = support.why_unsupported_choice(replace(CONFIG, **changes))
+    assert found is not None
+    assert reason in found
+
+
+@pytest.mark.parametrize("kv", ["auto", "bf16", "int8"])
+def test_choices_that_they_have(kv: str) -> None:
+    assert support.why_unsupported_choice(replace(CONFIG, kv=kv)) is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "reason"), [((8, 9), "compute capability 9.0, not 8.9"), ((9, 0), None)]
+)
+def test_an_older_gpu_is_left_to_torch(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], reason: str | None
+) -> None:
+    monkeypatch.setattr(support, "find_spec", lambda name: name)  # pyright: ignore[reportUnknownArgumentType, reportUnknownLambdaType]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)  # pyright: ignore[reportUnknownArgumentType, reportUnknownLambdaType]
+    found = support.why_unsupported(CONFIG, make_spec(), CUDA)
+    assert found is None if reason is None else found is not None and reason in found
+
+
+def test_without_triton_torch_runs_unless_the_kernels_were_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(support, "find_spec", lambda name: None)  # pyright: ignore[reportUnknownArgumentType, reportUnknownLambdaType]
+    spec = make_spec()
+    reason = kernels.why_not_compiled(CONFIG, spec, CUDA)
+    assert reason == "its kernels need Triton, which is not installed"
+    with pytest.raises(ConfigMismatch, match="--kernels compiled: its kernels need Triton"):
+        kernels.why_not_compiled(replace(CONFIG, kernels="compiled"), spec, CUDA)
+    torch_wanted = replace(CONFIG, kernels="torch")
+    assert kernels.why_not_compiled(torch_wanted, spec, CUDA) == "--kernels torch"
