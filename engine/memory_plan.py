@@ -107,6 +107,7 @@ SESSION = "session "
 TABLE = "ple table"
 TIER_ONE = "experts, tier one"
 TIER_TWO = "experts, tier two"
+EXPERTS_4_BITS = "experts, 4 bits"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

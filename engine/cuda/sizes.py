@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from engine.memory_plan import TABLE
+from engine.memory_plan import EXPERTS_4_BITS, TABLE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -43,7 +43,7 @@ def weight_parts(model: CudaModel) -> dict[str, int]:
         "qsa": _all(layer.qsa for layer in layers),
         "residual": tensor_bytes(residuals),
         "moe": _all(layer.moe for layer in layers) - experts,
-        "experts, 4 bits": experts,
+        EXPERTS_4_BITS: experts,
         "head": tensor_bytes(model.head),
         "draft layer": tensor_bytes(model.draft),
         "rotary tables": tensor_bytes((model.cos, model.sin)),

@@ -14,7 +14,16 @@ from engine.config import DEFAULT_MODEL, EngineConfig, ModelParts, model_path
 from engine.errors import PlanRefused, WeightMismatch
 from engine.interface import MAX_SLOTS, MAX_SPEC
 from engine.kernels import why_not_compiled
-from engine.memory_plan import MIB, TABLE, Place, PlanLine, Step, experts_are_dense, num_pairs
+from engine.memory_plan import (
+    EXPERTS_4_BITS,
+    MIB,
+    TABLE,
+    Place,
+    PlanLine,
+    Step,
+    experts_are_dense,
+    num_pairs,
+)
 from engine.native.step import planned_lines
 from engine.sources.opening import open_source, read_spec
 from engine.startup import free_bytes, free_host_bytes
@@ -38,6 +47,7 @@ from engine.tools.options import (
     word_option,
 )
 from engine.tools.tables import table
+from engine.weights import Checkpoint
 
 if TYPE_CHECKING:
     from engine.model_spec import ModelSpec
@@ -116,9 +126,13 @@ def plan(
     )
     dtype_held = dtype_of(dtype, has_gpu=machine.has_gpu)
     try:
-        lines = None if machine.has_gpu else _step_lines(config, spec)
+        lines = None
+        if not machine.has_gpu:
+            lines = _step_lines(config, spec, torch.device("cpu"))
+        elif vram_mib is None:
+            lines = _step_lines(config, spec, device_of(device))
         if lines is not None:
-            dtype_held = torch.float32
+            dtype_held = torch.bfloat16 if machine.has_gpu else torch.float32
         found = plan_start(config, spec, machine, dtype_held, step_lines=lines)
     except PlanRefused:
         if ple_io is not None or not ssd or spec.ple is None:
@@ -127,18 +141,24 @@ def plan(
     typer.echo(report(found, machine, conversation_cache_mib))
 
 
-def _step_lines(config: EngineConfig, spec: ModelSpec) -> tuple[PlanLine, ...] | None:
-    """What the compiled CPU step takes of the weights as stored; None where the torch layers would run."""
-    if why_not_compiled(config, spec, torch.device("cpu")) is not None:
+def _step_lines(
+    config: EngineConfig, spec: ModelSpec, device: torch.device
+) -> tuple[PlanLine, ...] | None:
+    """What the compiled step of this machine's device takes; None where the torch layers would run."""
+    if why_not_compiled(config, spec, device) is not None:
         return None
     try:
         source = open_source(model_path(config.model), spec, config.parts)
     except WeightMismatch:  # a configuration without weights: planned as the torch layers hold them
         return None
     with closing(source):
-        return planned_lines(
-            source, spec, limits_of(config, spec, has_gpu=False), default_threads()
-        )
+        limits = limits_of(config, spec, has_gpu=device.type == "cuda")
+        if device.type != "cuda":
+            return planned_lines(source, spec, limits, default_threads())
+        # Only here: Triton is there beside a CUDA build of torch alone.
+        from engine.cuda.backend import planned_cuda_lines
+
+        return planned_cuda_lines(Checkpoint(source), spec, limits)
 
 
 def report(plan: StartPlan, machine: Machine, parking_mib: int) -> str:
@@ -176,6 +196,8 @@ def report(plan: StartPlan, machine: Machine, parking_mib: int) -> str:
 
 def _experts(plan: StartPlan) -> str:
     split, total = plan.experts, num_pairs(plan.spec)
+    if any(line.name == EXPERTS_4_BITS for line in plan.memory.lines):
+        return f"experts: all {total} on the device, in 4 bits"
     if not split.is_tiered:
         dense = experts_are_dense(plan.spec, plan.dtype.itemsize)
         how = ", computed all together" if dense else ", each in a slot"
