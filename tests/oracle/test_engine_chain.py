@@ -1,4 +1,7 @@
-"""Chains that are drafted in one go are those that are drafted one by one: gate, stop ids and depth cut both alike."""
+"""Chains that are drafted in one go are those that are drafted one by one: gate, stop ids and depth cut all alike.
+
+In one go: by the compiled step, which ends a chain at its gate, and to the full depth, as on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +37,14 @@ class HostChain:
         return row.history is None
 
     def chain(
-        self, ids: Tensor, streams: Tensor, rows: Rows, picks: Sequence[Sequence[PickRow]]
+        self,
+        ids: Tensor,
+        streams: Tensor,
+        rows: Rows,
+        picks: Sequence[Sequence[PickRow]],
+        steps: Sequence[DecodeStep],
     ) -> list[Picks]:
+        del steps
         layer = self._engine._draft_layer
         assert layer is not None
         self.num_chains += 1
@@ -53,7 +62,7 @@ class HostChain:
 
 @pytest.fixture(scope="module")
 def engine() -> TorchEngine:
-    return load_engine(EngineConfig(device="cpu", threads=1, max_context=256))
+    return load_engine(EngineConfig(device="cpu", kernels="compiled", threads=1, max_context=256))
 
 
 def converse(engine: TorchEngine, sampling: dict[int, SamplingParams]) -> list[tuple[object, ...]]:
@@ -83,11 +92,16 @@ def test_chains_at_once_are_chains_one_by_one(engine: TorchEngine, kind: str) ->
         }
     if kind == "one by one beside":
         sampling[1] = SamplingParams(temperature=0.8, seed=4, repetition_penalty=1.3)
-    expected = converse(engine, sampling)
-    chain = HostChain(engine)
-    engine._chain = chain
+    compiled = engine._chain
+    assert compiled is not None
+    whole = HostChain(engine)
+    found: list[list[tuple[object, ...]]] = []
     try:
-        assert converse(engine, sampling) == expected
+        for chain in (None, compiled, whole):
+            engine._chain = chain
+            found.append(converse(engine, sampling))
     finally:
-        engine._chain = None
-    assert chain.num_chains
+        engine._chain = compiled
+    assert found[1] == found[0]
+    assert found[2] == found[0]
+    assert whole.num_chains
