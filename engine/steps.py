@@ -40,6 +40,22 @@ class StagedSteps(TrunkSteps, Protocol):
         ...
 
 
+@runtime_checkable
+class TimedSteps(TrunkSteps, Protocol):
+    """A compiled trunk that times its stages and counts its routes itself."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    def stage_seconds(self, run: Callable[[], object]) -> dict[str, float]:
+        """Run something and add up what each stage of the trunk's and the head's calls in it takes."""
+        ...
+
+    def count_routes(self, run: Callable[[], object]) -> list[list[int]]:
+        """Run something and count the rows that the trunk routes in it: [layers][experts]."""
+        ...
+
+
 class DraftSteps(Protocol):
     """See engine.mtp.DraftLayer."""
 

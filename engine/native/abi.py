@@ -216,11 +216,16 @@ class Gate(Structure):
     _fields_ = (("min_p", c_double), ("stops", c_void_p), *_ints("num_stops max_drafts"))
 
 
+STAGES = ("start", "PLE", "GDN", "QSA", "MoE", "head")
+"""What a probe tells apart: of a layer its n-gram embedding, its mixer and its experts, each with its residual."""
+
+
 _CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "sources": (c_char_p, ()),
     "scratch_floats": (c_int64, (POINTER(Model), c_int, c_int)),
     "open": (c_void_p, (POINTER(Model), POINTER(State), c_int, c_int, c_void_p)),
     "close": (None, (c_void_p,)),
+    "probe": (None, (c_void_p, c_void_p, c_void_p)),
     "trunk": (None, (c_void_p, POINTER(Piece), c_int, c_int, c_void_p, c_int, c_void_p)),
     "logits": (None, (c_void_p, c_void_p, c_int, c_void_p)),
     "commit": (None, (c_void_p, POINTER(Kept), c_int, c_void_p)),
@@ -247,6 +252,7 @@ class Library:
     scratch_floats: Any
     open: Any
     close: Any
+    probe: Any
     trunk: Any
     logits: Any
     commit: Any

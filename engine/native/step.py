@@ -25,7 +25,7 @@ from engine.state import WINDOW_ROWS, key_capacity
 from engine.weights import Checkpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from typing import Any
 
     from engine.config import EngineConfig
@@ -196,6 +196,32 @@ class NativeTrunk:
     def logits(self, streams: Tensor) -> Tensor:
         """See Trunk.logits."""
         return self._step.logits(streams)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the trunk."""
+        return self._step.spec.num_layers
+
+    def stage_seconds(self, run: Callable[[], object]) -> dict[str, float]:
+        """See TimedSteps.stage_seconds."""
+        seconds = (ctypes.c_double * len(abi.STAGES))()
+        self._probed(run, seconds, None)
+        return dict(zip(abi.STAGES, seconds, strict=True))
+
+    def count_routes(self, run: Callable[[], object]) -> list[list[int]]:
+        """See TimedSteps.count_routes."""
+        spec = self._step.spec
+        routed = torch.zeros(spec.num_layers, spec.moe.num_experts, dtype=torch.int64)
+        self._probed(run, None, routed.data_ptr())
+        return routed.tolist()
+
+    def _probed(self, run: Callable[[], object], seconds: Any, routed: int | None) -> None:
+        library, handle = self._step.library, self._step.handle
+        library.probe(handle, seconds, routed)
+        try:
+            run()
+        finally:
+            library.probe(handle, None, None)
 
     def commit(self, kept: Mapping[int, KeptRows], streams: Tensor, state: SlotState) -> None:
         """See Trunk.commit."""

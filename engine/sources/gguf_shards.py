@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from gguf import GGUFReader
+from gguf import GGMLQuantizationType, GGUFReader
 
 from engine.errors import WeightMismatch
 
@@ -39,4 +39,8 @@ def read_gguf(path: Path) -> GGUFReader:
         return GGUFReader(path)
     # The library checks little of its own: a broken file ends in whatever numpy says of it.
     except (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError) as error:
+        if isinstance(error, ValueError) and GGMLQuantizationType.__name__ in str(error):
+            raise WeightMismatch(
+                f"{path.name}: found a tensor of a type that the gguf library does not know (Q2_0 is 42): {error}"
+            ) from error
         raise WeightMismatch(f"{path.name}: not a readable GGUF file: {error}") from error

@@ -15,9 +15,8 @@ from engine.instruments import Allocations, StageTimer, count_allocations
 from engine.interface import MAX_SLOTS, MAX_SPEC
 from engine.layers.gdn import GdnLayer
 from engine.loading import load_engine
-from engine.startup_plan import device_of
 from engine.state import Rows
-from engine.steps import StagedSteps
+from engine.steps import StagedSteps, TimedSteps
 from engine.tools.options import (
     MODEL_HELP,
     MtpOption,
@@ -48,8 +47,7 @@ class Floor:
     def text(self) -> str:
         """Total, layers, one layer, head, then each kind of layer, in milliseconds."""
         ms = {name: 1000 * seconds for name, seconds in self.stages.items()}
-        head = ms.pop(_HEAD)
-        start = ms.pop(_START)
+        head, start = ms.pop(_HEAD), ms.pop(_START)
         layers = sum(ms.values())
         total = 1000 * self.window_s
         name = "GPU" if self.device.startswith("cuda") else "CPU"
@@ -61,8 +59,8 @@ class Floor:
                 f"{layers:11.3f} ms layers ({self.num_layers})",
                 f"{layers / self.num_layers:11.3f} ms per layer",
                 f"{head:11.3f} ms LM head",
-                f"{start:11.3f} ms embedding and n-gram rows",
-                *(f"{spent:11.3f} ms all {kind} layers" for kind, spent in ms.items()),
+                f"{start:11.3f} ms embedding",
+                *(f"{spent:11.3f} ms all {kind}" for kind, spent in ms.items()),
                 f"allocations in a steady window: {found.tensors} tensors, {found.num_bytes:,} bytes, at most "
                 f"{found.peak_bytes:,} together; {found.device_calls} cudaMalloc",
             )
@@ -86,12 +84,12 @@ def floor(
     dtype: Annotated[
         str, word_option("--dtype", "Of weights.", ("auto", "float32", "bfloat16"))
     ] = "auto",
+    kernels: Annotated[
+        str, word_option("--kernels", "Which layers.", ("auto", "compiled", "torch"))
+    ] = "auto",
     threads: Annotated[int | None, number_option("--threads", "CPU threads.", 1, 1024)] = None,
 ) -> None:
-    """Time the layers and the head of a window, without drafting, picking or scheduling.
-
-    On a CPU these are the torch layers: the compiled step is one call there and has no stages to time.
-    """
+    """Time the layers and the head of a window, without drafting, picking or scheduling."""
     engine = load_engine(
         EngineConfig(
             model=model,
@@ -101,7 +99,7 @@ def floor(
             threads=threads,
             num_slots=slots,
             max_draft=0,
-            kernels="auto" if device_of(device).type == "cuda" else "torch",
+            kernels=kernels,
         )
     )
     limit = engine.info.max_context - rows
@@ -116,8 +114,7 @@ def floor(
 @torch.inference_mode()
 def measure_floor(engine: TorchEngine, *, rows: int, position: int, windows: int) -> Floor:
     """Run windows of `rows` rows in every slot at one position; what the slots held is lost."""
-    trunk, state = engine.steps, engine.state
-    num_slots = engine.info.num_slots
+    trunk, state, num_slots = engine.steps, engine.state, engine.info.num_slots
     for slot in range(num_slots):
         engine.start(slot)
     layout = Rows(range(num_slots), [rows] * num_slots, [position] * num_slots, state.device)
@@ -131,24 +128,40 @@ def measure_floor(engine: TorchEngine, *, rows: int, position: int, windows: int
     for _ in range(_WARM_UP):
         window()
     whole_s = _seconds(window, windows, state.device)
-    if isinstance(trunk, StagedSteps):
-        # The first time captures them.
-        _captured(trunk, layout, StageTimer(state.device))
-    timer = StageTimer(state.device)
-    for _ in range(windows):
-        if isinstance(trunk, StagedSteps):
-            _captured(trunk, layout, timer)
-        else:
-            _staged(engine, ids, layout, timer)
-    stages = {name: seconds / windows for name, seconds in timer.seconds().items()}
+    stages, num_layers = _stages(engine, ids, layout, windows)
     return Floor(
         device=engine.info.device,
         num_rows=num_slots * rows,
-        num_layers=trunk.num_layers if isinstance(trunk, StagedSteps) else len(engine.trunk.layers),
+        num_layers=num_layers,
         window_s=whole_s,
-        stages=stages,
+        stages={name: seconds / windows for name, seconds in stages.items()},
         allocations=count_allocations(window),
     )
+
+
+def _stages(
+    engine: TorchEngine, ids: torch.Tensor, layout: Rows, windows: int
+) -> tuple[dict[str, float], int]:
+    """Seconds of each stage of so many windows, and the number of layers."""
+    trunk, state = engine.steps, engine.state
+    if isinstance(trunk, TimedSteps):
+
+        def run() -> None:
+            for _ in range(windows):
+                trunk.logits(trunk.window(ids, layout, state))
+
+        found = trunk.stage_seconds(run)
+        return {name: spent for name, spent in found.items() if spent}, trunk.num_layers
+    timer = StageTimer(state.device)
+    if isinstance(trunk, StagedSteps):
+        # The first time captures them.
+        _captured(trunk, layout, StageTimer(state.device))
+        for _ in range(windows):
+            _captured(trunk, layout, timer)
+        return timer.seconds(), trunk.num_layers
+    for _ in range(windows):
+        _staged(engine, ids, layout, timer)
+    return timer.seconds(), len(engine.trunk.layers)
 
 
 def _captured(trunk: StagedSteps, layout: Rows, timer: StageTimer) -> None:
@@ -166,7 +179,7 @@ def _staged(engine: TorchEngine, ids: torch.Tensor, layout: Rows, timer: StageTi
         streams = trunk.start(ids)
     for layer in trunk.layers:
         kind = "GDN" if isinstance(layer.mixer, GdnLayer) else "QSA"
-        with timer.stage(kind if layer.ple is None else f"{kind} with PLE"):
+        with timer.stage(f"{kind} layers" if layer.ple is None else f"{kind} layers with PLE"):
             trunk.window_layer(layer, streams, fetched, layout, state)
     with timer.stage(_HEAD):
         trunk.logits(streams)

@@ -21,6 +21,7 @@ from engine.loading import load_engine
 from engine.sources.gguf_text import extract_text
 from engine.sources.opening import GGUF_SUFFIX, read_spec
 from engine.startup_budget import slots_per_layer
+from engine.steps import TimedSteps
 from engine.tools.options import (
     MODEL_HELP,
     MtpOption,
@@ -77,7 +78,6 @@ def profile(
             threads=threads,
             num_slots=1,
             max_draft=0,
-            kernels="torch",  # whose routes can be listened to
             max_context=max_context or min(spec.max_position, _DEFAULT_CONTEXT),
         )
     )
@@ -92,19 +92,27 @@ def profile(
 @torch.inference_mode()
 def count_routes(engine: TorchEngine, texts: Sequence[Sequence[int]]) -> list[list[int]]:
     """Rows routed to each expert of each layer, [layers][experts], over all ids of all texts."""
+    steps = engine.steps
+    if isinstance(steps, TimedSteps):
+        return steps.count_routes(lambda: _read_all(engine, texts))
     layers = [layer.moe for layer in engine.trunk.layers]
     for layer in layers:
         layer.routed = torch.zeros(layer.num_experts, dtype=torch.int64, device=engine.state.device)
+    _read_all(engine, texts)
+    counts = [layer.routed.tolist() for layer in layers if layer.routed is not None]
+    for layer in layers:
+        layer.routed = None
+    return counts
+
+
+def _read_all(engine: TorchEngine, texts: Sequence[Sequence[int]]) -> None:
+    """Every text from its start, in parts of the context, each in prompt pieces."""
     limit, piece = engine.info.max_context, engine.info.chunk_tokens
     for ids in texts:
         for begin in range(0, len(ids), limit):
             part = ids[begin : begin + limit]
             for start in range(0, len(part), piece):
                 engine.read(0, part[start : start + piece], start)
-    counts = [layer.routed.tolist() for layer in layers if layer.routed is not None]
-    for layer in layers:
-        layer.routed = None
-    return counts
 
 
 def hit_rate(ranking: ExpertProfile, counts: Sequence[Sequence[int]], num_slots: int) -> float:

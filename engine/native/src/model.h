@@ -156,7 +156,13 @@ typedef struct {
     int32_t num_pieces, num_rows;
     /* A prompt piece is kept as it is read; of a window only the first rows are, later, by commit. */
     int32_t keeps_all;
+    /* What instruments want to know, NULL without one: see stratagate_probe. counted is the running layer's part. */
+    double *seconds, began;
+    int64_t *routed, *counted;
 } Step;
+
+/* Stages of a trunk call and of the head, in the order of abi.STAGES. */
+enum { STAGE_START, STAGE_PLE, STAGE_GDN, STAGE_QSA, STAGE_MOE, STAGE_HEAD };
 
 #define EXPORT __attribute__((visibility("default")))
 

@@ -116,6 +116,8 @@ void moe_layer(Step *step, const Moe *moe, int num_rows) {
     product(step->pool, &moe->router, mixed, (Rows){scratch->projected, 0, c.projected}, num_rows);
     product(step->pool, &moe->shared_in, mixed, (Rows){scratch->projected + moe->router.n, 0, c.projected}, num_rows);
     pool_run(step->pool, route_row, &c, num_rows);
+    for (int i = 0; step->counted && i < num_rows * g->num_active; i++)
+        step->counted[scratch->route_ids[i]]++;
     product(step->pool, &moe->shared_down, (Rows){scratch->heads, 0, g->shared_dim},
             (Rows){scratch->head_out, 0, g->hidden}, num_rows);
     pool_run(step->pool, expert_task, &c, sort_by_expert(&c, num_rows));

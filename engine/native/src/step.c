@@ -1,5 +1,6 @@
 /* The calls that Python makes: trunk rows, logits, commit, draft. Each runs to its end on the caller and the pool. */
 #include <stdlib.h>
+#include <time.h>
 
 #include "model.h"
 #include "simd.h"
@@ -132,6 +133,33 @@ static void begin(Step *step, const Piece *pieces, int num_pieces, int keeps_all
     pool_wake(step->pool);
 }
 
+/* seconds [stages]: what each stage takes is added; routed [layers][experts]: rows that the trunk routes there. Either
+ * may be NULL. Both are the caller's until the next probe. */
+EXPORT void stratagate_probe(Step *step, double *seconds, int64_t *routed) {
+    step->seconds = seconds;
+    step->routed = routed;
+}
+
+static double now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
+}
+
+static void stages_begin(Step *step) {
+    if (step->seconds)
+        step->began = now();
+}
+
+/* What has passed since the stage before ended belongs to this one. */
+static void stage_ends(Step *step, int stage) {
+    if (!step->seconds)
+        return;
+    double ended = now();
+    step->seconds[stage] += ended - step->began;
+    step->began = ended;
+}
+
 static void embed(const Model *model, float *out, int64_t id) {
     gather(out, model->embedding, model->embedding_scale, model->embedding_kind, id, model->geometry.hidden);
 }
@@ -141,6 +169,7 @@ EXPORT void stratagate_trunk(Step *step, const Piece *pieces, int num_pieces, in
                              int context, float *streams) {
     const Model *model = step->model;
     const Geometry *g = &model->geometry;
+    stages_begin(step);
     begin(step, pieces, num_pieces, keeps_all);
     for (int row = 0; row < step->num_rows; row++) {
         float *to = streams + row * width_of(g);
@@ -148,31 +177,40 @@ EXPORT void stratagate_trunk(Step *step, const Piece *pieces, int num_pieces, in
         for (int s = 1; s < g->num_streams; s++)
             memcpy(to + (int64_t)s * g->hidden, to, (size_t)g->hidden * sizeof(float));
     }
+    stage_ends(step, STAGE_START);
     for (int i = 0; i < g->num_layers; i++) {
         const Layer *layer = &model->layers[i];
-        if (layer->ple)
+        if (layer->ple) {
             ple_layer(step, layer->ple, streams, ids, context);
+            stage_ends(step, STAGE_PLE);
+        }
         residual_read(step, &layer->mixer_residual, streams, step->num_rows);
         if (layer->gdn)
             gdn_layer(step, layer->gdn, layer->gdn_index);
         else
             qsa_layer(step, layer->qsa);
         residual_write(step, streams, step->scratch.head_out, step->num_rows);
+        stage_ends(step, layer->gdn ? STAGE_GDN : STAGE_QSA);
         residual_read(step, &layer->moe_residual, streams, step->num_rows);
+        step->counted = step->routed ? step->routed + (int64_t)i * g->num_experts : 0;
         moe_layer(step, layer->moe, step->num_rows);
         residual_write(step, streams, step->scratch.head_out, step->num_rows);
+        stage_ends(step, STAGE_MOE);
     }
+    step->counted = 0; /* the draft layer's experts are not the trunk's */
     pool_rest(step->pool);
 }
 
 /* streams [R, W] -> logits [R, vocab]. */
 EXPORT void stratagate_logits(Step *step, const float *streams, int num_rows, float *logits) {
     const Model *model = step->model;
+    stages_begin(step);
     pool_wake(step->pool);
     residual_read(step, &model->final, streams, num_rows);
     product(step->pool, &model->head, (Rows){step->scratch.mixed, 0, model->geometry.hidden},
             (Rows){logits, 0, model->geometry.vocab_size}, num_rows);
     pool_rest(step->pool);
+    stage_ends(step, STAGE_HEAD);
 }
 
 static void commit_ple(const Step *step, int slot, int num_rows) {

@@ -15,8 +15,10 @@ from engine.engine import TorchEngine
 from engine.errors import ConversationsMismatch, InstrumentRefused
 from engine.expert_profile import profile_of_counts, read_profile
 from engine.instruments import StageTimer, count_allocations
+from engine.interface import DecodeStep, PrefillChunk, SamplingParams, SlotStart, WindowPlan
 from engine.loading import load_engine
 from engine.state import Rows
+from engine.steps import TimedSteps
 from engine.tools.__main__ import app
 from engine.tools.floor import _staged, measure_floor
 from engine.tools.profile import count_routes, hit_rate, read_conversations
@@ -72,9 +74,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("floor") / "small", SMALL)
 
 
-def torch_engine(checkpoint: Path, **numbers: int) -> TorchEngine:
-    """Whose layers can be looked at."""
-    config = EngineConfig(model=str(checkpoint), device="cpu", threads=1, kernels="torch")
+def torch_engine(checkpoint: Path, kernels: str = "torch", **numbers: int) -> TorchEngine:
+    """By default one whose layers can be looked at."""
+    config = EngineConfig(model=str(checkpoint), device="cpu", threads=1, kernels=kernels)
     return load_engine(replace(config, **numbers))
 
 
@@ -82,12 +84,28 @@ def test_the_floor_times_every_layer_of_the_window_that_the_engine_runs(checkpoi
     engine = torch_engine(checkpoint, num_slots=2, max_context=64)
     floor = measure_floor(engine, rows=3, position=10, windows=2)
     assert (floor.num_rows, floor.num_layers) == (6, 4)
-    assert set(floor.stages) == {"start", "GDN", "GDN with PLE", "QSA", "head"}
+    kinds = {"GDN layers", "GDN layers with PLE", "QSA layers"}
+    assert set(floor.stages) == {"start", *kinds, "head"}
     assert min(floor.stages.values()) > 0 < floor.window_s
     assert floor.allocations.tensors > 0
     text = floor.text()
     for part in ("CPU floor layers+head", "ms layers (4)", "ms per layer", "ms LM head", "6 rows"):
         assert part in text
+
+
+def test_the_floor_of_the_compiled_step() -> None:
+    config = EngineConfig(device="cpu", threads=1, num_slots=2, max_context=64, kernels="compiled")
+    engine = load_engine(config)
+    floor = measure_floor(engine, rows=3, position=10, windows=3)
+    assert set(floor.stages) == {"start", "PLE", "GDN", "QSA", "MoE", "head"}
+    assert 0 < sum(floor.stages.values())
+    assert (floor.num_rows, floor.num_layers, floor.allocations.tensors) == (6, 8, 0)
+    assert "ms all MoE" in floor.text()
+    # Without a probe nothing is timed or counted.
+    assert isinstance(engine.steps, TimedSteps)
+    seconds = engine.steps.stage_seconds(lambda: None)
+    assert set(seconds.values()) == {0.0}
+    engine.close()
 
 
 def test_the_staged_window_is_the_window(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,8 +124,38 @@ def test_the_staged_window_is_the_window(checkpoint: Path, monkeypatch: pytest.M
         assert torch.equal(engine.trunk.window(ids, rows, engine.state), seen[0])
 
 
+def test_a_steady_window_of_the_compiled_step_allocates_no_tensor() -> None:
+    """Drafting, verifying, accepting and picking for four slots, some chains kept whole and some cut."""
+    engine = load_engine(EngineConfig(device="cpu", threads=1, max_context=128, kernels="compiled"))
+    sampling = SamplingParams(temperature=1.0, seed=3)
+    starts = tuple(SlotStart(slot=slot, sampling=sampling) for slot in range(4))
+    chunks = tuple(
+        PrefillChunk(slot=slot, start=0, token_ids=(*range(100, 120), slot), is_last=True)
+        for slot in range(4)
+    )
+    engine.run_window(WindowPlan(starts=starts, chunks=chunks))
+    seen: set[tuple[int, int]] = set()
+
+    def window(min_p: float) -> None:
+        decodes = tuple(DecodeStep(slot=s, max_draft=4, spec_min_p=min_p) for s in range(4))
+        tokens = engine.run_window(WindowPlan(decodes=decodes)).tokens
+        seen.update((t.num_drafted, t.num_accepted) for t in tokens)
+
+    window(0.5)
+    for min_p in (0.0, 0.5, 0.9, 0.0):
+        found = count_allocations(lambda min_p=min_p: window(min_p))
+        assert (found.tensors, found.num_bytes) == (0, 0)
+    assert len({drafted for drafted, _ in seen}) > 1
+    assert any(0 < accepted < drafted for drafted, accepted in seen)
+    engine.close()
+
+
 def test_a_profile_counts_every_row_and_ranks_what_was_routed(checkpoint: Path) -> None:
-    engine = torch_engine(checkpoint, num_slots=1, max_context=16, max_draft=0)
+    config = EngineConfig(
+        model=str(checkpoint), device="cpu", dtype="float32", threads=1, num_slots=1, max_context=16,
+        max_draft=0, kernels="torch",
+    )  # fmt: skip
+    engine = load_engine(config)
     texts = [[5, 6, 7, 8] * 10, [9, 1, 9]]  # the first is longer than the context
     counts = count_routes(engine, texts)
     assert [sum(layer) for layer in counts] == [2 * 43] * 4
@@ -115,6 +163,8 @@ def test_a_profile_counts_every_row_and_ranks_what_was_routed(checkpoint: Path) 
     rates = [hit_rate(ranking, counts, n) for n in range(21)]
     assert rates[0] == 0 and rates[20] == 1 and rates == sorted(rates)
     assert all(layer.moe.routed is None for layer in engine.trunk.layers)
+    compiled = torch_engine(checkpoint, "compiled", num_slots=1, max_context=16)
+    assert count_routes(compiled, texts) == counts  # with a draft layer, whose routes are its own
 
 
 def test_conversations_are_read_line_by_line(tmp_path: Path) -> None:

@@ -271,3 +271,23 @@ def test_a_scale_that_half_precision_cannot_hold_is_refused() -> None:
     codes = torch.ones(2, 32, dtype=torch.int8)
     with pytest.raises(WeightMismatch, match="found a value or scale of 70000, required at most"):
         q8_bytes((codes, torch.tensor([1.0, 7e4])))
+
+
+def test_a_type_that_the_library_does_not_know_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(file, "qwen4exp")
+    writer.add_tensor("some.weight", np.zeros((2, 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    data = bytearray(file.read_bytes())
+    # The type stands behind the name, the number of axes and both of them.
+    at = data.index(b"some.weight") + len(b"some.weight") + 4 + 2 * 8
+    assert data[at : at + 4] == b"\0\0\0\0"
+    data[at] = 42
+    file.write_bytes(data)
+    with pytest.raises(
+        WeightMismatch, match=r"does not know \(Q2_0 is 42\): .*42.* is not a valid"
+    ):
+        GgufFiles(file)
