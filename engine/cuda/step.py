@@ -264,7 +264,7 @@ class CudaStep:
         """Parts of the last window, each to be run by itself: the start, all layers of a kind, the head."""
         kinds: dict[str, list[CudaLayer]] = {}
         for layer in self.model.layers:
-            kind = "QSA" if layer.gdn is None else "GDN"
+            kind = "QSA layers" if layer.gdn is None else "GDN layers"
             kinds.setdefault(kind if layer.ple is None else f"{kind} with PLE", []).append(layer)
         ids, streams = self._rows(num_rows)
 

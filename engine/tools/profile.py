@@ -21,6 +21,7 @@ from engine.loading import load_engine
 from engine.sources.gguf_text import extract_text
 from engine.sources.opening import GGUF_SUFFIX, read_spec
 from engine.startup_budget import slots_per_layer
+from engine.startup_plan import device_of
 from engine.steps import TimedSteps
 from engine.tools.options import (
     MODEL_HELP,
@@ -78,6 +79,8 @@ def profile(
             threads=threads,
             num_slots=1,
             max_draft=0,
+            # The Triton kernels do not count their routes.
+            kernels="torch" if device_of(device).type == "cuda" else "auto",
             max_context=max_context or min(spec.max_position, _DEFAULT_CONTEXT),
         )
     )
