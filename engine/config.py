@@ -68,6 +68,8 @@ class EngineConfig:
     """Directory for conversation files; None keeps none."""
     kernels: str = "auto"
     """auto, compiled (C on a CPU, Triton kernels on a GPU; refused where they cannot run) or torch."""
+    num_groups: int = 1
+    """Slot groups whose windows pass through as many stages, each with a device of its own and a run of the layers."""
     exact: bool = True
     """Rows never depend on their company (product.md D3)."""
 

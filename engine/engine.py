@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.acceptance import accept
 from engine.errors import PlanError
+from engine.flight import Flight, must_land_first, named_slots
 from engine.grammar import Constraint, GrammarCompiler, GrammarError
 from engine.instruments import count_allocations
 from engine.interface import (
@@ -38,6 +39,8 @@ from engine.memory_plan import Step
 from engine.model import Trunk
 from engine.parked import CheckpointMark, ParkedStates
 from engine.sampling import PickRow, TokenHistory, row_logprobs
+from engine.stage_wire import BeginSlot, ClearSlot
+from engine.stages import StagedTrunk
 from engine.state import KeptRows, Rows, SlotState
 
 if TYPE_CHECKING:
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
     from engine.model_spec import ModelSpec
     from engine.parked_files import ParkedFiles
     from engine.sampling import RowPicker
+    from engine.stages import Stages
     from engine.startup import StartupMarks
     from engine.steps import DraftChain, DraftSteps, TrunkSteps
 
@@ -80,13 +84,42 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Verified:
-    """A verify window that is not committed yet. offsets: first flat row of each slot."""
+class _Piece:
+    """A prompt piece that is begun. ids: int64 [T, context + 1]; end: computed positions behind it."""
+
+    chunk: PrefillChunk
+    ids: Tensor
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Window:
+    """A verify window that is begun. flat: int64 [R, context + 1]; offsets: first flat row of each slot."""
 
     rows: Rows
+    flat: Tensor
     offsets: Mapping[int, int]
     ids: Mapping[int, tuple[int, ...]]
-    streams: Tensor
+
+
+@dataclass(slots=True)
+class _Answers:
+    """What the next result has."""
+
+    tokens: list[SlotTokens] = field(default_factory=list[SlotTokens])
+    failures: list[SlotFailure] = field(default_factory=list[SlotFailure])
+    prefill_s: float = 0.0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody is answered yet."""
+        return not self.tokens and not self.failures
+
+    def times(self) -> WindowTimes:
+        """Of the work that was done for them in the engine's own process."""
+        return WindowTimes(prefill_s=self.prefill_s, draft_s=self.draft_s, verify_s=self.verify_s)
 
 
 class _IdBuffers:
@@ -129,8 +162,12 @@ class TorchEngine:
         info: EngineInfo,
         parked: ParkedStates,
         files: ParkedFiles | None,
+        stages: Stages | None = None,
     ) -> None:
-        """chain: drafts whole chains where it can; without it every draft is picked by `picker`."""
+        """chain: drafts whole chains where it can; without it every draft is picked by `picker`.
+
+        stages: the others, if the model's layers are spread over several; then `trunk` is a StagedTrunk.
+        """
         self._spec = spec
         self._trunk = trunk
         self._draft_layer = draft
@@ -141,17 +178,21 @@ class TorchEngine:
         self._grammars = grammars
         self._parked = parked
         self._files = files
+        self._stages = stages
         self._info = replace(
             info,
-            page_bytes=parked.page_bytes,
-            checkpoint_bytes=parked.checkpoint_bytes,
+            page_bytes=parked.page_bytes + (0 if stages is None else stages.page_bytes),
+            checkpoint_bytes=parked.checkpoint_bytes
+            + (0 if stages is None else stages.checkpoint_bytes),
             keeps_files=files is not None,
             files=() if files is None else files.kept,
         )
         self._device = state.device
         self._slots: list[SlotSequence | None] = [None] * info.num_slots
-        self._unverified: _Verified | None = None
+        self._unverified: tuple[_Window, Tensor] | None = None
         self._buffers = _IdBuffers(trunk.ngram_context)
+        self._flight: Flight[_Piece | _Window] = Flight(1 if stages is None else stages.count)
+        self._answers = _Answers()
 
     @property
     def info(self) -> EngineInfo:
@@ -162,6 +203,8 @@ class TorchEngine:
         """Forget every sequence and let go of the files; memory goes with the process."""
         if self._files is not None:
             self._files.close()
+        if self._stages is not None:
+            self._stages.close()
         self._slots = [None] * self._info.num_slots
         if self._experts is not None:
             self._experts.close()
@@ -213,34 +256,39 @@ class TorchEngine:
     @torch.inference_mode()
     def run_window(self, plan: WindowPlan) -> WindowResult:
         """Run one window. Raises PlanError, before anything is run, for a plan that contradicts the slots' state."""
+        flight = self._flight
+        if flying := named_slots(plan).intersection(flight.slots):
+            raise PlanError(f"slots {sorted(flying)}: work is planned while they are in flight")
+        if must_land_first(plan):
+            while (work := flight.next()) is not None:
+                self._finish(work)
         self._check(plan)
         self._park(plan)
         for start in plan.starts:
             self._begin(start)
-        began = time.perf_counter()
-        tokens: list[SlotTokens] = []
-        failures: list[SlotFailure] = []
         for chunk in plan.chunks:
-            self._read_chunk(chunk, tokens, failures)
-        read = time.perf_counter()
-        drafted = read
-        for step in plan.decodes:
-            self._parked.wait(step.slot)
-        if plan.decodes:
-            drafts = self._draft(plan.decodes)
-            drafted = time.perf_counter()
-            self._decode(plan.decodes, drafts, tokens, failures)
-        times = WindowTimes(
-            prefill_s=read - began,
-            draft_s=drafted - read,
-            verify_s=time.perf_counter() - drafted,
-        )
+            flight.begin(self._begin_piece(chunk), (chunk.slot,) if chunk.is_last else ())
+        for steps in flight.groups(plan.decodes):
+            flight.begin(self._begin_decode(steps), [step.slot for step in steps])
+        while (work := flight.next_due(answered=not self._answers.is_empty)) is not None:
+            self._finish(work)
+        answers, self._answers = self._answers, _Answers()
         return WindowResult(
-            tokens=tuple(tokens),
-            failures=tuple(failures),
-            times=times,
+            tokens=tuple(answers.tokens),
+            failures=tuple(answers.failures),
+            times=answers.times(),
             files=self._finish_files(wait=plan.waits_for_files),
+            in_flight=flight.slots,
         )
+
+    def _finish(self, work: _Piece | _Window) -> None:
+        began = time.perf_counter()
+        if isinstance(work, _Piece):
+            self._finish_piece(work)
+            self._answers.prefill_s += time.perf_counter() - began
+        else:
+            self._finish_decode(work)
+            self._answers.verify_s += time.perf_counter() - began
 
     # Checks
 
@@ -415,6 +463,8 @@ class TorchEngine:
         self._parked.wait(start.slot)
         if start.resume is None:
             self._state.begin(start.slot)
+            if self._stages is not None:
+                self._stages.order(BeginSlot(slot=start.slot))
         else:
             self._resume(start.slot, sequence, start.resume)
 
@@ -454,7 +504,8 @@ class TorchEngine:
         for checkpoint_id in plan.drop_checkpoint_ids:
             self._parked.drop_checkpoint(checkpoint_id)
         for suspend in plan.suspends:
-            self._save_checkpoint(suspend.checkpoint_id, suspend.slot)
+            computed = self._sequence(suspend.slot).num_computed
+            self._save_checkpoint(suspend.checkpoint_id, suspend.slot, computed)
         saved: dict[int, list[tuple[int, int]]] = {}
         for save in plan.saves:
             saved.setdefault(save.slot, []).append((save.index, save.page_id))
@@ -493,23 +544,33 @@ class TorchEngine:
                 )
         return tuple(one.done for one in finished)
 
-    def _save_checkpoint(self, checkpoint_id: int, slot: int) -> None:
+    def _save_checkpoint(self, checkpoint_id: int, slot: int, num_computed: int) -> None:
         sequence = self._sequence(slot)
         mark = CheckpointMark(
-            num_computed=sequence.num_computed,
+            num_computed=num_computed,
             num_draft_cells=sequence.num_draft_cells if sequence.uses_drafts else None,
         )
         self._parked.save_checkpoint(checkpoint_id, slot, mark)
 
-    def _read_chunk(
-        self, chunk: PrefillChunk, tokens: list[SlotTokens], failures: list[SlotFailure]
-    ) -> None:
-        sequence = self._sequence(chunk.slot)
+    def _begin_piece(self, chunk: PrefillChunk) -> _Piece:
+        """Take the ids as known and computed, and let the other stages read them."""
+        slot, token_ids = chunk.slot, chunk.token_ids
+        sequence = self._sequence(slot)
         if sequence.history is not None:
-            sequence.history.add_prompt(chunk.token_ids)
-        streams = self._advance(chunk.slot, chunk.token_ids)
+            sequence.history.add_prompt(token_ids)
+        sequence.ids.extend(token_ids)
+        end = sequence.num_computed = chunk.start + len(token_ids)
+        ids = self._with_context(sequence.ids[:end], len(token_ids))
+        if isinstance(self._trunk, StagedTrunk):
+            self._trunk.launch_chunk(ids, slot, chunk.start, chunk.checkpoint_id)
+        return _Piece(chunk=chunk, ids=self._on_device(ids), end=end)
+
+    def _finish_piece(self, piece: _Piece) -> None:
+        chunk, failures = piece.chunk, self._answers.failures
+        sequence = self._sequence(chunk.slot)
+        streams = self._read_piece(piece)
         if chunk.checkpoint_id is not None:
-            self._save_checkpoint(chunk.checkpoint_id, chunk.slot)
+            self._save_checkpoint(chunk.checkpoint_id, chunk.slot, piece.end)
         if not chunk.is_last:
             return
         logits = self._trunk.logits(streams[-1:])
@@ -523,7 +584,7 @@ class TorchEngine:
             failures.append(SlotFailure(slot=chunk.slot, message=message))
             return
         self._add_output(sequence, picked)
-        tokens.append(
+        self._answers.tokens.append(
             SlotTokens(
                 slot=chunk.slot,
                 token_ids=tuple(picked),
@@ -533,37 +594,32 @@ class TorchEngine:
             )
         )
 
-    def _advance(self, slot: int, token_ids: Sequence[int]) -> Tensor:
-        """Read ids into a slot, and the draft layer's cells as far as the next ids are known. Returns [T, S*H]."""
+    def _read_piece(self, piece: _Piece) -> Tensor:
+        """Read a piece, and the draft layer's cells as far as the next ids are known. Returns [T, S*H]."""
+        slot, sequence = piece.chunk.slot, self._sequence(piece.chunk.slot)
+        # Only now: the piece before this one may have left a checkpoint since this one was begun.
         self._parked.wait(slot)
-        sequence = self._sequence(slot)
-        start = sequence.num_computed
-        sequence.ids.extend(token_ids)
-        ids = self._on_device(
-            self._with_context(sequence.ids[: start + len(token_ids)], len(token_ids))
-        )
-        streams = self._trunk.chunk(ids, slot, start, self._state)
-        sequence.num_computed = start + len(token_ids)
+        streams = self._trunk.chunk(piece.ids, slot, piece.chunk.start, self._state)
         if sequence.uses_drafts and self._draft_layer is not None:
-            self._read_draft_cells(sequence, slot, streams, self._draft_layer.read_chunk)
+            self._read_draft_cells(piece, streams, self._draft_layer.read_chunk)
         return streams
 
     def _read_draft_cells(
         self,
-        sequence: SlotSequence,
-        slot: int,
+        piece: _Piece,
         streams: Tensor,
         read_chunk: Callable[[Tensor, Tensor, int, int, SlotState], None],
     ) -> None:
         """Cell i needs the id at i + 1, so the last position's cell waits for the next id with its streams."""
+        slot, sequence = piece.chunk.slot, self._sequence(piece.chunk.slot)
         first = sequence.num_draft_cells
-        waiting = self._state.pending[slot, : sequence.num_computed - streams.shape[0] - first]
+        waiting = self._state.pending[slot, : piece.chunk.start - first]
         known = torch.cat((waiting, streams[:-1])) if waiting.shape[0] else streams[:-1]
         if known.shape[0]:
             ids = sequence.ids[first + 1 : first + 1 + known.shape[0]]
             read_chunk(self._on_device(torch.tensor(ids)), known, slot, first, self._state)
         self._state.pending[slot, 0] = streams[-1]
-        sequence.num_draft_cells = sequence.num_computed - 1
+        sequence.num_draft_cells = piece.end - 1
 
     def _with_context(self, ids: Sequence[int], num_rows: int) -> Tensor:
         """The last num_rows ids, each after the ids before it: int64 [num_rows, context + 1], on the host."""
@@ -696,17 +752,24 @@ class TorchEngine:
 
     # Verifying
 
-    def _decode(
-        self,
-        steps: Sequence[DecodeStep],
-        chains: Mapping[int, Sequence[Draft]],
-        tokens: list[SlotTokens],
-        failures: list[SlotFailure],
-    ) -> None:
-        drafts = {s.slot: [d.token_id for d in chains.get(s.slot, ())] for s in steps}
-        window = {s.slot: (self._sequence(s.slot).ids[-1], *drafts[s.slot]) for s in steps}
-        verified = self._verify(window)
-        logits = self._trunk.logits(verified.streams)
+    def _begin_decode(self, steps: Sequence[DecodeStep]) -> _Window:
+        """Draft, and let the other stages verify."""
+        began = time.perf_counter()
+        for step in steps:
+            self._parked.wait(step.slot)
+        chains = self._draft(steps)
+        window = {
+            s.slot: (self._sequence(s.slot).ids[-1], *(d.token_id for d in chains.get(s.slot, ())))
+            for s in steps
+        }
+        self._answers.draft_s += time.perf_counter() - began
+        return self._begin_window(window)
+
+    def _finish_decode(self, verified: _Window) -> None:
+        """Verify, accept, commit."""
+        tokens, failures = self._answers.tokens, self._answers.failures
+        streams = self._trunk.window(verified.flat, verified.rows, self._state)
+        logits = self._trunk.logits(streams)
         rows = [
             self._pick_row(self._sequence(slot), ids[1 : i + 1])
             for slot, ids in verified.ids.items()
@@ -721,7 +784,7 @@ class TorchEngine:
             if not all(picks.finite[first:end]):
                 failures.append(self._not_finite(slot))
                 continue
-            accepted = accept(picks.ids[first:end], drafts[slot], sequence.stop_ids)
+            accepted = accept(picks.ids[first:end], ids[1:], sequence.stop_ids)
             kept = list(accepted.token_ids)
             if (message := _failure(sequence, rows[first : first + len(kept)])) is not None:
                 failures.append(SlotFailure(slot=slot, message=message))
@@ -737,24 +800,29 @@ class TorchEngine:
                     logprobs=_logprobs(sequence.params, logits[first:end], kept),
                 )
             )
-        self._commit(committed, verified)
+        self._commit(committed, verified, streams)
 
     def _not_finite(self, slot: int) -> SlotFailure:
         # Later sequences read whole tiles, and masked cells count 0 times: of NaN that is NaN.
         self._state.clear_kv(slot)
+        if self._stages is not None:
+            self._stages.order(ClearSlot(slot=slot))
         return SlotFailure(slot=slot, message="the model gave logits that are not finite numbers")
 
-    def _verify(self, window: Mapping[int, tuple[int, ...]]) -> _Verified:
-        """Run rows through the trunk without committing: the first id of a slot is the next after its computed ones."""
+    def _begin_window(self, window: Mapping[int, tuple[int, ...]]) -> _Window:
+        """Rows to run through the trunk: the first id of a slot is the next after its computed ones."""
         slots = sorted(window, key=lambda slot: -len(window[slot]))
         counts = [len(window[slot]) for slot in slots]
         starts = [self._sequence(slot).num_computed for slot in slots]
         rows = Rows(slots, counts, starts, self._device)
-        ids = self._on_device(self._buffers.window_ids(self._known_around(window, slots)))
-        streams = self._trunk.window(ids, rows, self._state)
+        flat = self._buffers.window_ids(self._known_around(window, slots))
+        if isinstance(self._trunk, StagedTrunk):
+            # The next group's window is put together before this one is finished.
+            flat = flat.clone()
+            self._trunk.launch_window(flat, rows)
         offsets = {slot: sum(counts[:b]) for b, slot in enumerate(slots)}
         ordered = {slot: window[slot] for slot in slots}
-        return _Verified(rows=rows, offsets=offsets, ids=ordered, streams=streams)
+        return _Window(rows=rows, flat=self._on_device(flat), offsets=offsets, ids=ordered)
 
     def _known_around(
         self, window: Mapping[int, tuple[int, ...]], slots: Sequence[int]
@@ -770,11 +838,11 @@ class TorchEngine:
             for i in range(len(window[slot])):
                 yield known[i : i + context + 1]
 
-    def _commit(self, num_rows: Mapping[int, int], verified: _Verified) -> None:
+    def _commit(self, num_rows: Mapping[int, int], verified: _Window, streams: Tensor) -> None:
         """Keep the first rows of slots' window; their draft-layer cells wait for the next draft."""
         kept = {slot: KeptRows(verified.offsets[slot], count) for slot, count in num_rows.items()}
         if kept:
-            self._trunk.commit(kept, verified.streams, self._state)
+            self._trunk.commit(kept, streams, self._state)
         for slot, count in num_rows.items():
             self._sequence(slot).num_computed += count
 
@@ -814,31 +882,35 @@ class TorchEngine:
         """Read ids at [start, start + T), seating a new sequence at 0."""
         if start == 0:
             self.start(slot)
-        self._advance(slot, token_ids)
+        self._read_piece(self._begin_piece(_one_piece(slot, token_ids, start)))
 
     @torch.inference_mode()
     def prefill_logits(self, slot: int, token_ids: Sequence[int], start: int) -> Tensor:
         """Read ids at [start, start + T), seating a new sequence at 0; fp32 logits [T, vocab] of every row."""
         if start == 0:
             self.start(slot)
-        return self._trunk.logits(self._advance(slot, token_ids)).clone()
+        piece = self._begin_piece(_one_piece(slot, token_ids, start))
+        return self._trunk.logits(self._read_piece(piece)).clone()
 
     @torch.inference_mode()
     def verify_logits(self, rows: Mapping[int, tuple[int, ...]]) -> dict[int, Tensor]:
         """One verify window of given ids per slot, not committed: fp32 logits [rows, vocab] by slot."""
-        self._unverified = self._verify(rows)
-        logits = self._trunk.logits(self._unverified.streams).clone()
-        firsts = self._unverified.offsets
+        window = self._begin_window(rows)
+        streams = self._trunk.window(window.flat, window.rows, self._state)
+        self._unverified = window, streams
+        logits = self._trunk.logits(streams).clone()
+        firsts = window.offsets
         return {s: logits[firsts[s] : firsts[s] + len(ids)] for s, ids in rows.items()}
 
     @torch.inference_mode()
     def commit(self, num_rows: Mapping[int, int]) -> None:
         """Keep the first rows of the window that `verify_logits` ran, and take their ids as computed."""
         assert self._unverified is not None
+        window, streams = self._unverified
         known = {slot: self._num_known_ahead(slot) for slot in num_rows}
-        self._commit(num_rows, self._unverified)
+        self._commit(num_rows, window, streams)
         for slot, count in num_rows.items():
-            self._sequence(slot).ids.extend(self._unverified.ids[slot][known[slot] : count])
+            self._sequence(slot).ids.extend(window.ids[slot][known[slot] : count])
 
     def _num_known_ahead(self, slot: int) -> int:
         sequence = self._sequence(slot)
@@ -848,6 +920,10 @@ class TorchEngine:
     def draft(self, steps: Sequence[DecodeStep]) -> dict[int, list[Draft]]:
         """Draft as a window would, for slots whose last id is not computed yet; nothing is verified."""
         return self._draft(steps)
+
+
+def _one_piece(slot: int, token_ids: Sequence[int], start: int) -> PrefillChunk:
+    return PrefillChunk(slot=slot, start=start, token_ids=tuple(token_ids), is_last=False)
 
 
 def _failure(sequence: SlotSequence, rows: Sequence[PickRow]) -> str | None:

@@ -17,6 +17,7 @@ from enum import StrEnum
 from typing import NoReturn
 
 from engine.errors import KernelFailure, ModelLoadError, PlanError
+from engine.flight import Flight, must_land_first, named_slots
 from engine.interface import (
     MAX_SPEC,
     PAGE_TOKENS,
@@ -82,6 +83,8 @@ class FakeScript:
     accepted: tuple[int, ...] = (4, 2, 0, 3, 1)
     """Accepted drafts of a sequence's first, second, ... decode step, round and round, cut to its max_draft."""
     prompt_token_s: float = 0.0
+    num_groups: int = 1
+    """More than one: results come late, as from a model that is spread over so many stages."""
     decode_s: float = 0.0
     """Per window with decode steps."""
     row_s: float = 0.0
@@ -123,6 +126,7 @@ class FakeEngine:
         self._slots = [_FakeSlot() for _ in range(script.num_slots)]
         self._parked = _FakeParked()
         self._num_windows = 0
+        self._flight: Flight[tuple[SlotTokens | SlotFailure, ...]] = Flight(script.num_groups)
         self._closed = threading.Event()
         self._closed.wait(script.load_s)
         if script.load_dies:
@@ -156,22 +160,40 @@ class FakeEngine:
         faults = [fault for fault in self._script.faults if fault.window == window]
         for fault in faults:
             self._fail(fault)
+        flight = self._flight
+        answers: list[SlotTokens | SlotFailure] = []
+        if plan == WindowPlan() and not flight.slots:
+            raise PlanError("the plan has nothing to do")
+        if flying := named_slots(plan).intersection(flight.slots):
+            raise PlanError(f"slots {sorted(flying)}: work is planned while they are in flight")
         self._check(plan)
+        if must_land_first(plan):
+            while (landed := flight.next()) is not None:
+                answers += landed
         done = () if self._files is None else self._files.take_done(self._parked)
         self._park(plan)
         for start in plan.starts:
             self._slots[start.slot] = _begun(start)
         broken = {fault.slot for fault in faults if fault.kind is FaultKind.SLOT}
-        produced = (*self._read(plan.chunks), *self._decode(plan.decodes))
-        times = self._times(plan, produced)
+        read, decoded = tuple(self._read(plan.chunks)), tuple(self._decode(plan.decodes))
+        times = self._times(plan, (*read, *decoded))
         self._closed.wait(times.prefill_s + times.draft_s + times.verify_s)
         if plan.decodes and (tick_s := self._script.tick_s):
             self._closed.wait(tick_s - time.monotonic() % tick_s)
+        found = {t.slot: self._break(t.slot) if t.slot in broken else t for t in (*read, *decoded)}
+        for chunk in plan.chunks:
+            slots = (chunk.slot,) if chunk.is_last else ()
+            flight.begin(tuple(found[slot] for slot in slots), slots)
+        for steps in flight.groups(plan.decodes):
+            flight.begin(tuple(found[s.slot] for s in steps), [s.slot for s in steps])
+        while (landed := flight.next_due(answered=bool(answers))) is not None:
+            answers += landed
         return WindowResult(
-            tokens=tuple(tokens for tokens in produced if tokens.slot not in broken),
-            failures=tuple(self._break(t.slot) for t in produced if t.slot in broken),
+            tokens=tuple(a for a in answers if isinstance(a, SlotTokens)),
+            failures=tuple(a for a in answers if isinstance(a, SlotFailure)),
             times=times,
             files=done,
+            in_flight=flight.slots,
         )
 
     def parked_ids(self) -> tuple[frozenset[int], frozenset[int]]:
@@ -204,8 +226,6 @@ class FakeEngine:
 
     def _check(self, plan: WindowPlan) -> None:
         """Everything that the interface says about a plan; nothing has been changed when this raises."""
-        if plan == WindowPlan():
-            raise PlanError("the plan has nothing to do")
         self._check_parking(plan)
         num_slots = self._script.num_slots
         used = [item.slot for item in (*plan.chunks, *plan.decodes)]

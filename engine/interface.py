@@ -227,7 +227,9 @@ class FileDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowPlan:
-    """One call's work. A slot appears at most once in chunks + decodes.
+    """One call's work. A slot appears at most once in chunks + decodes, and not at all while it is in flight.
+
+    An empty one only waits for slots in flight.
 
     In this order: parked pages and checkpoints are dropped, sequences suspended, pages saved, file work begun,
     sequences started, chunks read one after the other, each by itself, and all decodes run as one batch. File work is
@@ -289,13 +291,19 @@ class WindowTimes(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowResult:
-    """Answer to one WindowPlan: tokens of every decode step and of every last chunk."""
+    """Answer to one WindowPlan: tokens of every decode step and of every last chunk, but for slots in flight.
+
+    It also has those of slots that were in flight before.
+    """
 
     tokens: tuple[SlotTokens, ...]
     failures: tuple[SlotFailure, ...]
     times: WindowTimes
     files: tuple[FileDone, ...] = ()
     """File work that was done since the last window."""
+    in_flight: tuple[int, ...] = ()
+    """Slots whose tokens a later window's result has: their decode step, or last chunk, is still on its way through the
+    stages of a model that is spread over several devices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -100,7 +100,7 @@ class ModelLoader:
 
         Raises WeightMismatch for a missing or misshapen tensor.
         """
-        trunk = self._trunk()
+        trunk = self._trunk(with_embedding=self._spec.is_first or with_draft)
         draft = self._draft(trunk) if with_draft else None
         self._count("rotary tables", self._rotary.num_bytes)
         return LoadedModel(
@@ -114,6 +114,8 @@ class ModelLoader:
     def load_head(self, trunk: Trunk) -> None:
         """Read the head: before the expert cache, which is sized by what is left."""
         spec = self._spec
+        if not spec.is_last:
+            return
         trunk.set_head(self._linear([("lm_head.weight", (spec.vocab_size, spec.hidden))]))
         self._count("head", trunk.head_bytes)
 
@@ -137,16 +139,20 @@ class ModelLoader:
         marks.reach(Step.HITS)
 
     def finish(self, *, with_draft: bool) -> None:
-        """Raise WeightMismatch if a tensor is left over."""
-        self._checkpoint.finish(ignore=() if with_draft else (names.DRAFT_PREFIX,))
+        """Raise WeightMismatch if a tensor is left over that belongs to no other stage either."""
+        elsewhere = names.elsewhere(self._checkpoint.trunk, self._spec, with_draft=with_draft)
+        self._checkpoint.finish(ignore=elsewhere)
 
-    def _trunk(self) -> Trunk:
+    def _trunk(self, *, with_embedding: bool) -> Trunk:
         spec, prefix = self._spec, self._checkpoint.trunk
-        embedding = self._tensor(f"{prefix}embed_tokens.weight", (spec.vocab_size, spec.hidden))
-        self._count("embedding", _num_bytes(embedding))
-        layers = tuple(self._decoder_layer(layer) for layer in range(spec.num_layers))
-        final = self._residual(f"{prefix}hyper_connection_mixer.", inject=False)
-        self._count("residual", final.num_bytes)
+        embedding = final = None
+        if with_embedding:
+            embedding = self._tensor(f"{prefix}embed_tokens.weight", (spec.vocab_size, spec.hidden))
+            self._count("embedding", _num_bytes(embedding))
+        layers = tuple(self._decoder_layer(layer) for layer in spec.layers)
+        if spec.is_last:
+            final = self._residual(f"{prefix}hyper_connection_mixer.", inject=False)
+            self._count("residual", final.num_bytes)
         return Trunk(embedding=embedding, layers=layers, final=final, num_streams=spec.num_streams)
 
     def _decoder_layer(self, layer: int) -> DecoderLayer:

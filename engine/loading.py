@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -25,6 +25,7 @@ from engine.parked import ParkedStates
 from engine.parked_files import FileLayout, ParkedFiles
 from engine.sampling import Picker
 from engine.sources.opening import open_source, read_spec
+from engine.stages import StagedParked, StagedTrunk, Stages
 from engine.startup import StartupMarks, free_bytes, free_host_bytes
 from engine.startup_budget import low_memory_line
 from engine.startup_plan import (
@@ -40,6 +41,8 @@ from engine.state import SlotState
 from engine.weights import Checkpoint
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from engine.cuda.random_model import RandomTensors
@@ -47,7 +50,7 @@ if TYPE_CHECKING:
     from engine.experts import ExpertStore
     from engine.model_spec import ModelSpec
     from engine.sampling import RowPicker
-    from engine.steps import DraftChain, DraftSteps, TrunkSteps
+    from engine.steps import DraftChain, DraftSteps, PartSteps, TrunkSteps
 
 _log = logging.getLogger("engine.startup")
 
@@ -80,16 +83,78 @@ class Loaded:
         )
 
 
-def load_engine(config: EngineConfig, *, rehearse: bool = False) -> TorchEngine:
+def load_engine(
+    config: EngineConfig,
+    *,
+    rehearse: bool = False,
+    on_lost: Callable[[str], None] | None = None,
+) -> TorchEngine:
     """Plan, check that the plan fits, load, and compare what is taken with the plan at each checkpoint.
 
-    rehearse: also read a prompt piece and run a window, to compare what they take. Raises ModelLoadError, PlanRefused,
-    PlanMismatch or FilesUnusable.
+    rehearse: also read a prompt piece and run a window, to compare what they take; on_lost: see Stages.join. Raises
+    ModelLoadError, PlanRefused, PlanMismatch or FilesUnusable.
     """
     began = time.perf_counter()
-    path = model_path(config.model)
-    spec = read_spec(path, config.parts)
+    spec = read_spec(model_path(config.model), config.parts)
     device = device_of(config.device)
+    if config.num_groups == 1:
+        loaded = load_part(config, spec, device)
+        engine = assemble(config, spec, loaded, began)
+    else:
+        loaded, engine = _load_stages(config, spec, device, began, on_lost)
+    try:
+        if rehearse:
+            engine.rehearse(loaded.marks)
+    except BaseException:
+        engine.close()
+        raise
+    if (line := low_memory_line(free_bytes(loaded.state.device), loaded.plan.cache)) is not None:
+        _log.warning("%s", line)
+    return engine
+
+
+def _load_stages(
+    config: EngineConfig,
+    spec: ModelSpec,
+    device: torch.device,
+    began: float,
+    on_lost: Callable[[str], None] | None,
+) -> tuple[Loaded, TorchEngine]:
+    """The engine's own run of layers, while the other stages load theirs in processes of their own."""
+    why_not_compiled(config, spec, device)  # raises before any process is started
+    stages = Stages(config, spec, device)
+    try:
+        if stages.device.type == "cpu":
+            _log.info("on a CPU --batch-groups only shows that it works")
+        loaded = load_part(config, stages.part, stages.device)
+        return loaded, join_stages(config, spec, loaded, stages, began, on_lost)
+    except BaseException:
+        stages.close()
+        raise
+
+
+def join_stages(
+    config: EngineConfig,
+    spec: ModelSpec,
+    loaded: Loaded,
+    stages: Stages,
+    began: float,
+    on_lost: Callable[[str], None] | None = None,
+) -> TorchEngine:
+    """The engine around its own run of layers and the other stages, once they are loaded; see assemble, Stages.join."""
+    stages.join(loaded.plan.dtype, on_lost)
+    context = spec.ple.ngram_size - 1 if spec.ple else 0
+    staged = replace(
+        loaded,
+        trunk=StagedTrunk(cast("PartSteps", loaded.trunk), stages, context),
+        kernels=stages.describe(loaded.kernels),
+    )
+    return assemble(config, spec, staged, began, stages)
+
+
+def load_part(config: EngineConfig, spec: ModelSpec, device: torch.device) -> Loaded:
+    """A model, or a stage's run of its layers, on one device."""
+    path = model_path(config.model)
     reason = why_not_compiled(config, spec, device)
     machine = machine_of(device)
     num_threads = config.threads or default_threads()
@@ -101,17 +166,10 @@ def load_engine(config: EngineConfig, *, rehearse: bool = False) -> TorchEngine:
         if reason is not None:
             level = logging.INFO if config.kernels == "torch" else logging.WARNING
             _log.log(level, "the torch layers run, several times slower: %s", reason)
-            loaded = _load_layers(checkpoint, config, spec, machine, device, num_threads, num_ids)
-        elif machine.has_gpu:
-            loaded = load_cuda_step(checkpoint, config, spec, machine, device, num_ids)
-        else:
-            loaded = _load_native_step(checkpoint, config, spec, machine, num_threads, num_ids)
-    engine = assemble(config, spec, loaded, began)
-    if rehearse:
-        engine.rehearse(loaded.marks)
-    if (line := low_memory_line(free_bytes(device), loaded.plan.cache)) is not None:
-        _log.warning("%s", line)
-    return engine
+            return _load_layers(checkpoint, config, spec, machine, device, num_threads, num_ids)
+        if machine.has_gpu:
+            return load_cuda_step(checkpoint, config, spec, machine, device, num_ids)
+        return _load_native_step(checkpoint, config, spec, machine, num_threads, num_ids)
 
 
 def machine_of(device: torch.device) -> Machine:
@@ -123,9 +181,19 @@ def machine_of(device: torch.device) -> Machine:
     )
 
 
-def assemble(config: EngineConfig, spec: ModelSpec, loaded: Loaded, began: float) -> TorchEngine:
-    """The engine around what was loaded since `began` (time.perf_counter). Raises FilesUnusable."""
+def assemble(
+    config: EngineConfig,
+    spec: ModelSpec,
+    loaded: Loaded,
+    began: float,
+    stages: Stages | None = None,
+) -> TorchEngine:
+    """The engine around what was loaded since `began` (time.perf_counter). Raises FilesUnusable.
+
+    spec: of the whole model; stages: the others, if this is one of several.
+    """
     plan = loaded.plan
+    others = () if stages is None else stages.memory_plan()
     info = EngineInfo(
         model_name=spec.name,
         vocab_size=spec.vocab_size,
@@ -133,15 +201,18 @@ def assemble(config: EngineConfig, spec: ModelSpec, loaded: Loaded, began: float
         num_slots=config.num_slots,
         chunk_tokens=plan.limits.chunk_tokens,
         max_draft=plan.limits.max_draft,
-        device=str(loaded.state.device),
+        device=str(loaded.state.device) if stages is None else ", ".join(stages.devices),
         dtype=str(plan.dtype).removeprefix("torch."),
         kernels=loaded.kernels,
         load_s=time.perf_counter() - began,
-        memory_plan=loaded.plan_items(),
+        memory_plan=(*others, *loaded.plan_items()),
         reads_as_decodes=loaded.reads_as_decodes,
         kv_dtype=str(plan.kv_dtype).removeprefix("torch."),
     )
-    parked = ParkedStates(loaded.state, max_bytes=config.max_parked_bytes)
+    if stages is None:
+        parked = ParkedStates(loaded.state, max_bytes=config.max_parked_bytes)
+    else:
+        parked = StagedParked(loaded.state, stages)
     return TorchEngine(
         spec=spec,
         trunk=loaded.trunk,
@@ -153,6 +224,7 @@ def assemble(config: EngineConfig, spec: ModelSpec, loaded: Loaded, began: float
         grammars=GrammarCompiler(config.text_path, spec.vocab_size),
         info=info,
         parked=parked,
+        stages=stages,
         files=_open_files(config, info, parked),
     )
 

@@ -153,7 +153,7 @@ def make_plan(
         parts["moe"] -= spec.num_layers * routed_bytes(spec, element_bytes)
     if not is_dense and with_draft:
         parts["draft layer"] += padding
-    head = parts.pop("head")
+    head = parts.pop("head", 0)
     if not table_in_ram:
         parts.pop(TABLE, None)
     lines = [
@@ -169,7 +169,8 @@ def make_plan(
         PlanLine(name=f"{SESSION}{name}", num_bytes=n, step=Step.WEIGHTS)
         for name, n in state_bytes.items()
     ]
-    lines.append(PlanLine(name="head", num_bytes=head, step=Step.HEAD))
+    if spec.is_last:
+        lines.append(PlanLine(name="head", num_bytes=head, step=Step.HEAD))
     if not is_dense or tiered:
         tier_one = split.num_slots * blob
         lines.append(PlanLine(name=TIER_ONE, num_bytes=tier_one, step=Step.CACHE))
@@ -181,8 +182,9 @@ def make_plan(
     if converts_kv:
         converted = _converted_kv_bytes(spec, num_positions, element_bytes)
         lines.append(PlanLine(name="converted K/V", num_bytes=converted, step=Step.PROMPT))
-    logits = window_rows * spec.vocab_size * FP32_BYTES
-    lines.append(PlanLine(name="window logits", num_bytes=logits, step=Step.VERIFIER))
+    if spec.is_last:
+        logits = window_rows * spec.vocab_size * FP32_BYTES
+        lines.append(PlanLine(name="window logits", num_bytes=logits, step=Step.VERIFIER))
     return MemoryPlan(lines=tuple(lines))
 
 
@@ -234,18 +236,19 @@ def weight_bytes(
     """Bytes of the weights as held, by part."""
     e = element_bytes
     parts = {
-        "embedding": spec.vocab_size * spec.hidden * e,
+        "embedding": spec.vocab_size * spec.hidden * e if spec.is_first or with_draft else 0,
         "ple": 0,
         "ple table": 0,
         "gdn": len(spec.gdn_layers) * _gdn_bytes(spec, e),
         "qsa": len(spec.qsa_layers) * _qsa_bytes(spec, e),
         "residual": 2 * spec.num_layers * _residual_bytes(spec, e, inject=True)
-        + _residual_bytes(spec, e, inject=False),
+        + (_residual_bytes(spec, e, inject=False) if spec.is_last else 0),
         "moe": spec.num_layers * _moe_bytes(spec, e),
-        "head": spec.vocab_size * spec.hidden * e,
+        "head": spec.vocab_size * spec.hidden * e if spec.is_last else 0,
     }
-    for index in range(len(spec.ple.layer_ids) if spec.ple else 0):
-        dense, table = _ple_bytes(spec, e, index)
+    for layer in spec.ple_layers:
+        assert spec.ple is not None
+        dense, table = _ple_bytes(spec, e, spec.ple.layer_ids.index(layer))
         parts["ple"] += dense
         parts["ple table"] += table
     if with_draft:

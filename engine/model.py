@@ -13,7 +13,7 @@ from engine.layers.residual import GatedResidual, write_back
 from engine.state import GdnWindow, KeptRows, Rows, SlotState
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from engine.layers.moe import MoeLayer
     from engine.layers.ple import PleLayer
@@ -36,9 +36,9 @@ class DecoderLayer:
 
 
 class Trunk:
-    """The stack of layers. Stateless: sequences live in SlotState.
+    """The stack of layers, or of those that one stage of a pipeline holds. Stateless: sequences live in SlotState.
 
-    embedding [vocab, H].
+    embedding [vocab, H]: None where neither ids come in nor a draft layer is; final: None where no logits come out.
     """
 
     __slots__ = ("_embedding", "_final", "_head", "_num_streams", "layers", "ngram_context")
@@ -46,9 +46,9 @@ class Trunk:
     def __init__(
         self,
         *,
-        embedding: Tensor,
+        embedding: Tensor | None,
         layers: tuple[DecoderLayer, ...],
-        final: GatedResidual,
+        final: GatedResidual | None,
         num_streams: int,
     ) -> None:
         self._embedding = embedding
@@ -70,15 +70,19 @@ class Trunk:
 
     def embed(self, ids: Tensor) -> Tensor:
         """ids int64 [T] -> [T, H]."""
+        assert self._embedding is not None
         return self._embedding.index_select(0, ids)
 
-    def window(self, ids: Tensor, rows: Rows, state: SlotState) -> Tensor:
+    def window(
+        self, ids: Tensor, rows: Rows, state: SlotState, streams: Tensor | None = None
+    ) -> Tensor:
         """One verify window. ids int64 [R, context + 1], each row's id last, earlier ids before it.
 
+        streams: those of the layer before the first one here, changed in place; None: embed the ids.
         Returns the residual streams after the last layer, [R, S*H]. Nothing is committed.
         """
         fetched = self.fetch(ids)
-        streams = self.start(ids)
+        streams = self.start(ids) if streams is None else streams
         for layer in self.layers:
             self.window_layer(layer, streams, fetched, rows, state)
         return streams
@@ -87,7 +91,7 @@ class Trunk:
         self,
         layer: DecoderLayer,
         streams: Tensor,
-        fetched: Sequence[Fetched],
+        fetched: Mapping[int, Fetched],
         rows: Rows,
         state: SlotState,
     ) -> None:
@@ -104,13 +108,15 @@ class Trunk:
         mixed, inject = layer.moe_residual.read(streams)
         write_back(streams, inject, layer.moe(mixed))
 
-    def chunk(self, ids: Tensor, slot: int, start: int, state: SlotState) -> Tensor:
-        """Read a prompt piece of one slot and advance its state. ids as in `window`, [T, context + 1].
+    def chunk(
+        self, ids: Tensor, slot: int, start: int, state: SlotState, streams: Tensor | None = None
+    ) -> Tensor:
+        """Read a prompt piece of one slot and advance its state. ids and streams as in `window`, [T, context + 1].
 
         Returns the streams after the last layer, [T, S*H].
         """
         fetched = self.fetch(ids)
-        streams = self.start(ids)
+        streams = self.start(ids) if streams is None else streams
         for layer in self.layers:
             if layer.ple is not None:
                 history = state.ple[layer.ple.index, slot, : state.ple_history]
@@ -134,6 +140,7 @@ class Trunk:
 
     def logits(self, streams: Tensor) -> Tensor:
         """Streams [T, S*H] -> fp32 logits [T, vocab]."""
+        assert self._final is not None
         return self.head(self._final.read(streams)[0])
 
     def head(self, x: Tensor) -> Tensor:
@@ -141,9 +148,10 @@ class Trunk:
         assert self._head is not None
         return self._head(x).to(torch.float32)
 
-    def fetch(self, ids: Tensor) -> list[Fetched]:
-        """Begin to read what the PLE layers need of ids int64 [T, context + 1], in their order."""
-        return [layer.ple.fetch(ids) for layer in self.layers if layer.ple is not None]
+    def fetch(self, ids: Tensor) -> dict[int, Fetched]:
+        """Begin to read what the PLE layers need of ids int64 [T, context + 1], by their index."""
+        injecting = (layer.ple for layer in self.layers if layer.ple is not None)
+        return {ple.index: ple.fetch(ids) for ple in injecting}
 
     def start(self, ids: Tensor) -> Tensor:
         """The streams [T, S*H] before the first layer."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -143,12 +143,13 @@ class PleSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """Geometry of a whole model."""
+    """Geometry of a whole model, or of the run of its layers that one stage of a pipeline holds (`part`)."""
 
     name: str
     vocab_size: int
     hidden: int
     num_layers: int
+    """Trunk layers that are here."""
     qsa_interval: int
     """Layer L is QSA when L % qsa_interval == qsa_interval - 1, else GDN."""
     num_streams: int
@@ -160,6 +161,41 @@ class ModelSpec:
     qsa: QsaSpec
     moe: MoeSpec
     ple: PleSpec | None
+    first_layer: int = 0
+    later_layers: int = 0
+    """Trunk layers behind those that are here."""
+
+    @property
+    def layers(self) -> range:
+        """Trunk layers that are here, counted through the whole model."""
+        return range(self.first_layer, self.first_layer + self.num_layers)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether ids come in here: the trunk's embedding belongs to it."""
+        return self.first_layer == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether logits come out here: final mixer, head and draft layer belong to it."""
+        return self.later_layers == 0
+
+    @property
+    def ple_layers(self) -> tuple[int, ...]:
+        """Those of `layers` that have an n-gram injection."""
+        return tuple(i for i in (self.ple.layer_ids if self.ple else ()) if i in self.layers)
+
+    def part(self, layers: range) -> ModelSpec:
+        """This model reduced to a run of its layers and to what belongs to its ends."""
+        later = self.num_layers - layers.stop
+        part = replace(
+            self,
+            num_layers=len(layers),
+            first_layer=layers.start,
+            later_layers=later,
+            num_draft_layers=0 if later else self.num_draft_layers,
+        )
+        return part if part.ple_layers else replace(part, ple=None)
 
     @property
     def stream_width(self) -> int:
@@ -173,12 +209,12 @@ class ModelSpec:
     @property
     def qsa_layers(self) -> tuple[int, ...]:
         """Trunk layers that are attention."""
-        return tuple(i for i in range(self.num_layers) if self.is_qsa(i))
+        return tuple(i for i in self.layers if self.is_qsa(i))
 
     @property
     def gdn_layers(self) -> tuple[int, ...]:
         """Trunk layers that are GDN."""
-        return tuple(i for i in range(self.num_layers) if not self.is_qsa(i))
+        return tuple(i for i in self.layers if not self.is_qsa(i))
 
     @staticmethod
     def from_dir(path: Path) -> ModelSpec:

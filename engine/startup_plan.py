@@ -66,6 +66,7 @@ class Limits:
     num_slots: int
     chunk_tokens: int
     max_draft: int
+    num_groups: int = 1
 
     @property
     def piece_tokens(self) -> int:
@@ -192,6 +193,7 @@ def limits_of(config: EngineConfig, spec: ModelSpec, *, has_gpu: bool) -> Limits
         num_slots=config.num_slots,
         chunk_tokens=config.chunk_tokens or (_GPU_CHUNK_TOKENS if has_gpu else _CPU_CHUNK_TOKENS),
         max_draft=max_draft,
+        num_groups=config.num_groups,
     )
 
 
@@ -219,6 +221,20 @@ def _profile(config: EngineConfig, spec: ModelSpec) -> ExpertProfile | None:
 
 
 def _memory(plan: StartPlan) -> MemoryPlan:
+    memory, limits = _own_memory(plan), plan.limits
+    if limits.num_groups == 1:
+        return memory
+    # As many pieces as may be on their way at once.
+    num_bytes = limits.piece_tokens * plan.spec.stream_width * plan.dtype.itemsize
+    streams = PlanLine(
+        name="streams between stages",
+        num_bytes=limits.num_groups * num_bytes,
+        step=Step.PROMPT,
+    )
+    return MemoryPlan(lines=(*memory.lines, streams))
+
+
+def _own_memory(plan: StartPlan) -> MemoryPlan:
     spec, limits, dtype = plan.spec, plan.limits, plan.dtype
     if plan.step_lines is not None:
         return make_step_plan(plan.step_lines, state_bytes_of(plan))

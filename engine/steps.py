@@ -28,6 +28,17 @@ class TrunkSteps(Protocol):
     def commit(self, kept: Mapping[int, KeptRows], streams: Tensor, state: SlotState) -> None: ...
 
 
+class PartSteps(TrunkSteps, Protocol):
+    """TrunkSteps that can go on where another stage's layers ended: `streams` are theirs, None embeds the ids."""
+
+    def window(
+        self, ids: Tensor, rows: Rows, state: SlotState, streams: Tensor | None = None
+    ) -> Tensor: ...
+    def chunk(
+        self, ids: Tensor, slot: int, start: int, state: SlotState, streams: Tensor | None = None
+    ) -> Tensor: ...
+
+
 @runtime_checkable
 class StagedSteps(TrunkSteps, Protocol):
     """A compiled trunk whose window can be run in parts, to measure them."""

@@ -18,6 +18,25 @@ Part = tuple[str, tuple[int, ...]]
 DRAFT_PREFIX = "mtp."
 
 
+def elsewhere(trunk: str, spec: ModelSpec, *, with_draft: bool) -> tuple[str, ...]:
+    """How names begin that a loader of `spec` leaves alone: other stages' tensors, and the draft layer if not wanted.
+
+    trunk: prefix of the trunk's tensors.
+    """
+    others = (
+        *range(spec.first_layer),
+        *range(spec.layers.stop, spec.layers.stop + spec.later_layers),
+    )
+    left = [f"{trunk}layers.{layer}." for layer in others]
+    if not with_draft:
+        left.append(DRAFT_PREFIX)
+    if not (spec.is_first or with_draft):
+        left.append(f"{trunk}embed_tokens.")
+    if not spec.is_last:
+        left += ["lm_head.", f"{trunk}hyper_connection_mixer."]
+    return tuple(left)
+
+
 def gdn_in(prefix: str, spec: ModelSpec) -> list[Part]:
     """qkv, z, b, a: [C + V*dv + 2*V, H]."""
     gdn = spec.gdn

@@ -10,12 +10,13 @@ import argparse
 import ctypes
 import gc
 import logging
+import os
 import signal
 import socket
 import sys
 import threading
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from engine.errors import PlanError
 from engine.fake import FakeEngine, FakeScript
@@ -87,7 +88,7 @@ def serve(channel: Channel) -> int:
     if not isinstance(first, Load):
         return EXIT_FAILED
     try:
-        engine = build_engine(first.config, first.scripted)
+        engine = build_engine(first.config, first.scripted, channel)
     except Exception as error:
         channel.send(LoadFailed(kind=type(error).__name__, message=str(error)))
         return EXIT_FAILED
@@ -98,15 +99,21 @@ def serve(channel: Channel) -> int:
         engine.close()
 
 
-def build_engine(config: EngineConfig, scripted: FakeScript | None) -> Engine:
+def build_engine(config: EngineConfig, scripted: FakeScript | None, channel: Channel) -> Engine:
     """The engine to run; torch is imported only for a real one."""
     if scripted is not None:
         return FakeEngine(scripted)
     from engine.loading import load_engine
 
+    def stage_lost(message: str) -> NoReturn:
+        # The main thread may wait on a device for what never comes, so it is not asked.
+        _LOG.error("%s", message)
+        channel.send(WindowFailed(kind="StageLost", message=message, fatal=True))
+        os._exit(EXIT_FAILED)
+
     # What was imported stays: the walks over live tensors while the model loads need not look at it.
     gc.freeze()
-    return load_engine(config, rehearse=True)
+    return load_engine(config, rehearse=True, on_lost=stage_lost)
 
 
 def _run_windows(channel: Channel, engine: Engine) -> int:
@@ -135,7 +142,7 @@ def _window_failed(error: Exception, *, fatal: bool) -> WindowFailed:
     return WindowFailed(kind=type(error).__name__, message=str(error), fatal=fatal)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Linux: be killed when the thread that started this process ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -148,7 +155,7 @@ def main() -> int:
     # Only the scheduler ends this process: a signal to the whole process group must not cut a drain short.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _die_with_parent()
+    die_with_parent()
     with socket.socket(fileno=arguments.fd) as sock:
         channel = Channel(sock)
         logger = logging.getLogger("engine")

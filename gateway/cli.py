@@ -308,7 +308,12 @@ def serve(
     ] = True,
     batch_groups: Annotated[
         int,
-        _option("--batch-groups", "Pipeline groups over several GPUs.", count(1, MAX_SLOTS), "N"),
+        _option(
+            "--batch-groups",
+            "Groups of slots, and GPUs that share the layers.",
+            count(1, MAX_SLOTS),
+            "N",
+        ),
     ] = _DEFAULTS.batch_groups,
     vision: Annotated[
         bool, typer.Option("--vision", help="Take images; not in this build.")

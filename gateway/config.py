@@ -146,6 +146,7 @@ def load_config(options: ServeOptions) -> AppConfig:
             "--spec is 0, but serving needs the draft layer: give 1 to 4, or --no-mtp for a plain baseline"
         )
     _refuse_missing(options)
+    _check_groups(options)
     keys = () if options.api_key_file is None else read_api_keys(options.api_key_file)
     return AppConfig(
         gateway=GatewayConfig(
@@ -179,6 +180,7 @@ def load_config(options: ServeOptions) -> AppConfig:
                 pool_workers=options.pool_workers,
                 vram_reserve_mib=options.vram_reserve_mib,
                 ple_io=options.ple_io,
+                num_groups=options.batch_groups,
                 max_draft=0 if options.no_mtp else _first(options.spec, MAX_SPEC),
                 max_parked_bytes=options.conversation_cache_mib * _MIB,
                 parked_dir=_parked_dir(options),
@@ -264,14 +266,32 @@ def _refuse_missing(options: ServeOptions) -> None:
     """What this build cannot do is refused with the reason, not taken and forgotten."""
     if options.vision:
         raise ConfigError("--vision: no image encoder is in this build; serve without it")
-    if options.batch_groups > 1:
-        raise ConfigError(
-            f"--batch-groups is {options.batch_groups}, but this build runs all layers on one device: give 1"
-        )
     if options.kv_resident:
         raise ConfigError(
             f"--kv-resident is {options.kv_resident}, but all K/V cells lie on the device in this build: give 0, and "
             "lower --max-context or give --kv int8 where they do not fit"
+        )
+
+
+def _check_groups(options: ServeOptions) -> None:
+    """What the stages of several groups cannot do."""
+    groups = options.batch_groups
+    if groups == 1:
+        return
+    if groups > options.batch:
+        raise ConfigError(
+            f"--batch-groups is {groups}, but --batch is {options.batch}: each group needs a slot"
+        )
+    alone = {
+        "--conversation-cache-dir": options.conversation_cache_dir,
+        "--expert-cache": options.expert_cache,
+        "--expert-profile": options.expert_profile,
+    }
+    given = [name for name, value in alone.items() if value is not None]
+    if given:
+        raise ConfigError(
+            f"--batch-groups is {groups}, which spreads the layers over as many devices, but {given[0]} is about one: "
+            "leave one of them out"
         )
 
 

@@ -1,4 +1,4 @@
-"""The loop: give up the overdue, seat, plan, await the engine, apply, publish. One window in flight."""
+"""The loop: give up the overdue, seat, plan, await the engine, apply, publish. One call of the engine at a time."""
 
 from __future__ import annotations
 
@@ -45,6 +45,11 @@ class SchedulerLoop:
                 await self._run_while_busy()
             except WindowRefused as error:
                 _LOG.error("the engine refused a window: %s", error)
+                if self._roster.has_flight:
+                    # What it has begun for others would come back to seats that are free by then.
+                    self._roster.engine_lost(EngineDead(f"the engine refused a window: {error}"))
+                    self._engine.kill()
+                    continue
                 self._roster.window_refused(SlotFailed(f"the engine refused the window: {error}"))
             except EngineDead as error:
                 _LOG.error("requests in flight are lost: %s", error)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Set
 from functools import partial
 from typing import TYPE_CHECKING
 
+from engine.interface import WindowPlan
 from scheduler.admission import PreemptionRules, ReturnLine, WaitingQueue, pick_preempted
 from scheduler.errors import DeadlineExceeded, EngineDead, Overloaded
 from scheduler.handle import RequestHandle
@@ -20,6 +21,7 @@ from scheduler.sequence import Phase, SequenceState
 from scheduler.slots import Slot, SlotTable
 from scheduler.stats import Counters, Outcome, SlotView, Totals, outcome_of
 from scheduler.window import (
+    Flight,
     Pace,
     WindowRules,
     apply_result,
@@ -31,7 +33,7 @@ from scheduler.window import (
 if TYPE_CHECKING:
     from cache.disk import DiskStats
     from cache.store import StoreStats
-    from engine.interface import EngineInfo, KeptFile, WindowPlan, WindowResult
+    from engine.interface import EngineInfo, KeptFile, WindowResult
     from scheduler.config import SchedulerConfig
 
 
@@ -64,6 +66,7 @@ class Roster:
         self._pace = Pace(share=ReadShare(decode_share=config.decode_share))
         self._waiting = WaitingQueue(config.max_queue)
         self._table = SlotTable(info.num_slots)
+        self._flight = Flight()
         self._handles: dict[int, RequestHandle] = {}
         self._line = ReturnLine(info.num_slots)
         self._counters = Counters()
@@ -107,7 +110,7 @@ class Roster:
         overdue = self._waiting.take_overdue(now)
         for sequence in overdue:
             self._parking.forget(sequence)
-        for slot in tuple(self._table):
+        for slot in self._table.settled():
             if slot.sequence.is_overdue(now):
                 overdue += (self._table.release(slot.index),)
                 self._parking.left(slot)
@@ -123,7 +126,7 @@ class Roster:
             if self._table.num_free:
                 self._seat(next_up, now)
                 continue
-            slot = pick_preempted(next_up, self._table, now, self._preemption)
+            slot = pick_preempted(next_up, self._table.settled(), now, self._preemption)
             if slot is None:
                 return
             slot.sequence.num_suspensions += 1
@@ -137,14 +140,17 @@ class Roster:
 
     def plan(self) -> WindowPlan | None:
         """The next window, None when there is nothing to do."""
-        return self._parking.complete(
+        plan = self._parking.complete(
             plan_window(self._table, self._rules, self._pace), self._table
         )
+        return WindowPlan() if plan is None and self._table.in_flight else plan
 
     def apply(self, plan: WindowPlan, result: WindowResult, seconds: float) -> None:
         """Take in a window's result and tell the callers."""
         self._parking.files_done(result.files)
-        if not plan.chunks and not plan.decodes:
+        self._table.in_flight = frozenset(result.in_flight)
+        plan = self._flight.landed(plan, result)
+        if not plan.chunks and not plan.decodes and not plan.starts:
             return
         self._counters.count_window(plan, result, seconds)
         self._pace = measured(self._table, self._pace, plan, result)
@@ -162,6 +168,7 @@ class Roster:
 
     def fail_all(self, error: Exception) -> None:
         """Nobody here can go on."""
+        self._forget_flight()
         seated = tuple(self._table.release(slot.index) for slot in tuple(self._table))
         for sequence in (*seated, *self._waiting.take_all()):
             self._parking.forget(sequence)
@@ -174,6 +181,7 @@ class Roster:
 
     def fail_seated(self, error: Exception) -> None:
         """Those who have seats cannot go on."""
+        self._forget_flight()
         for slot in tuple(self._table):
             sequence = self._table.release(slot.index)
             self._parking.forget(sequence)
@@ -226,6 +234,15 @@ class Roster:
         assert not any(handle.ended for handle in self._handles.values()), "an ended live sequence"
         num_ended = sum(self._counters.outcomes.values())
         assert self._counters.submitted == num_ended + len(self._handles), "outcomes do not add up"
+
+    @property
+    def has_flight(self) -> bool:
+        """Whether the engine still has work of earlier windows."""
+        return bool(self._table.in_flight)
+
+    def _forget_flight(self) -> None:
+        self._table.in_flight = frozenset()
+        self._flight.clear()
 
     def _leader(self, handle: RequestHandle, request: GenerateRequest) -> SequenceState | None:
         """The handle's sequence, if waiting for it can save anything."""

@@ -22,6 +22,8 @@ class SlotTable:
     def __init__(self, num_slots: int) -> None:
         assert num_slots > 0
         self._seats: list[Slot | None] = [None] * num_slots
+        self.in_flight: frozenset[int] = frozenset()
+        """Seats whose tokens come with a later window: until then nothing is planned for them, nor are they freed."""
 
     def __len__(self) -> int:
         return len(self._seats)
@@ -38,6 +40,10 @@ class SlotTable:
     @property
     def num_free(self) -> int:
         return self._seats.count(None)
+
+    def settled(self) -> tuple[Slot, ...]:
+        """Taken seats that are not in flight."""
+        return tuple([slot for slot in self if slot.index not in self.in_flight])
 
     def in_phase(self, phase: Phase) -> tuple[Slot, ...]:
         return tuple([slot for slot in self if slot.sequence.phase is phase])

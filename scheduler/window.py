@@ -5,7 +5,7 @@ The loop owns the slots; `plan_window` only reads them, `apply_result` advances 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -65,7 +65,9 @@ class SequenceEvent(Struct, frozen=True, kw_only=True):
 
 def plan_window(table: SlotTable, rules: WindowRules, pace: Pace) -> WindowPlan | None:
     """The next window's work, or None when no seat has any."""
-    reading, decoding = table.in_phase(Phase.READING), table.in_phase(Phase.DECODING)
+    settled = table.settled()
+    reading = tuple([slot for slot in settled if slot.sequence.phase is Phase.READING])
+    decoding = tuple([slot for slot in settled if slot.sequence.phase is Phase.DECODING])
     chunks: tuple[PrefillChunk, ...] = ()
     if reading and pace.share.may_read(has_decodes=bool(decoding)):
         chunks = _plan_chunks(reading, rules)
@@ -159,7 +161,7 @@ def apply_result(
     produced = {tokens.slot: tokens for tokens in result.tokens}
     steps = {step.slot: step for step in plan.decodes}
     events: list[SequenceEvent] = []
-    for slot in table:
+    for slot in table.settled():
         sequence, index = slot.sequence, slot.index
         if sequence.cancelled:
             table.release(index)
@@ -173,6 +175,34 @@ def apply_result(
                     _count_drafts(sequence, step, tokens)
             _extend(table, slot, tokens, events)
     return tuple(events)
+
+
+class Flight:
+    """Work whose answer has not come yet (WindowResult.in_flight)."""
+
+    def __init__(self) -> None:
+        self._chunks: dict[int, PrefillChunk] = {}
+        self._decodes: dict[int, DecodeStep] = {}
+
+    def landed(self, plan: WindowPlan, result: WindowResult) -> WindowPlan:
+        """The plan with the work that this result answers, of this window or an earlier one, in place of its own."""
+        if not result.in_flight and not self._chunks and not self._decodes:
+            return plan
+        chunks = [*self._chunks.values(), *plan.chunks]
+        decodes = [*self._decodes.values(), *plan.decodes]
+        flying = result.in_flight
+        self._chunks = {c.slot: c for c in chunks if c.is_last and c.slot in flying}
+        self._decodes = {step.slot: step for step in decodes if step.slot in flying}
+        return replace(
+            plan,
+            chunks=tuple([c for c in chunks if c.slot not in self._chunks or not c.is_last]),
+            decodes=tuple([step for step in decodes if step.slot not in self._decodes]),
+        )
+
+    def clear(self) -> None:
+        """The engine is gone, and what it had begun."""
+        self._chunks.clear()
+        self._decodes.clear()
 
 
 def broken_slots(plan: WindowPlan, result: WindowResult) -> dict[int, str]:

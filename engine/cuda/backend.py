@@ -46,10 +46,12 @@ class CudaTrunk:
         ple = step.model.spec.ple
         self.ngram_context = ple.ngram_size - 1 if ple else 0
 
-    def window(self, ids: Tensor, rows: Rows, state: SlotState) -> Tensor:
+    def window(
+        self, ids: Tensor, rows: Rows, state: SlotState, streams: Tensor | None = None
+    ) -> Tensor:
         """See engine.model.Trunk.window. The streams are overwritten by the next window."""
         counts = rows.counts()
-        return self.step.window(ids, rows.slots, counts, _starts(rows))
+        return self.step.window(ids, rows.slots, counts, _starts(rows), streams)
 
     @property
     def num_layers(self) -> int:
@@ -60,9 +62,11 @@ class CudaTrunk:
         """See engine.steps.StagedSteps."""
         return self.step.stages(sum(rows.counts()))
 
-    def chunk(self, ids: Tensor, slot: int, start: int, state: SlotState) -> Tensor:
+    def chunk(
+        self, ids: Tensor, slot: int, start: int, state: SlotState, streams: Tensor | None = None
+    ) -> Tensor:
         """See engine.model.Trunk.chunk."""
-        return self._prefill.chunk(ids, slot, start)
+        return self._prefill.chunk(ids, slot, start, streams)
 
     def logits(self, streams: Tensor) -> Tensor:
         """See engine.model.Trunk.logits. A window's logits are computed with it, and overwritten by the next."""
@@ -71,8 +75,8 @@ class CudaTrunk:
         return self._prefill.logits(streams)
 
     def commit(self, kept: Mapping[int, KeptRows], streams: Tensor, state: SlotState) -> None:
-        """See engine.model.Trunk.commit: all slots at once. The streams are the last window's."""
-        assert self.step.owns(streams)
+        """See engine.model.Trunk.commit: all slots at once. The streams are the last window's, if any must be kept."""
+        assert not state.pending.shape[0] or self.step.owns(streams)
         self.step.commit(kept)
 
 

@@ -164,6 +164,8 @@ def window_bytes(model: CudaModel, counts: tuple[int, ...], context: int) -> flo
     moe = spec.moe
     # Rows choose independently here, as random rows do.
     used = moe.num_experts * (1 - (1 - moe.num_active / moe.num_experts) ** rows)
+    assert model.head is not None
+    assert model.final is not None
     total = model.head.numel() * 2.0 + model.final.num_bytes
     for layer in model.layers:
         total += layer.mixer_residual.num_bytes + layer.moe_residual.num_bytes
@@ -281,8 +283,11 @@ def parts(bench: Bench, rows: int) -> list[dict[str, Any]]:
         for layer in model.layers:
             multiply_experts(mixed, layer.moe, b.moe, spec.moe, ExpertTiling())
 
+    output_head = model.head
+    assert output_head is not None
+
     def head() -> None:
-        product(mixed, model.head, b.logits[:rows], b.products)
+        product(mixed, output_head, b.logits[:rows], b.products)
 
     def weight_bytes(kind: str) -> float:
         weights = [getattr(layer.gdn or layer.qsa, kind) for layer in model.layers]
@@ -307,7 +312,7 @@ def parts(bench: Bench, rows: int) -> list[dict[str, Any]]:
             experts,
             used * sum(x.moe.gate_up.num_bytes + x.moe.down.num_bytes for x in model.layers),
         ),
-        ("head", head, 2.0 * model.head.numel()),
+        ("head", head, 2.0 * output_head.numel()),
     ]
     return [
         {

@@ -77,15 +77,30 @@ class Prefill:
         context = self._spec.ple.ngram_size if self._spec.ple else 1
         for num_rows in (1, GATE_ROWS + 1):
             ids = torch.zeros(num_rows, context, dtype=torch.int64, device=self._state.device)
-            streams = self.chunk(ids, 0, 0)
+            streams = self.chunk(ids, 0, 0, self._quiet_streams(num_rows))
             if self._model.draft is not None:
                 self.draft_cells(ids[:, -1], streams, 0, 0)
-            self.logits(streams[-1:])
+            if self._spec.is_last:
+                self.logits(streams[-1:])
 
-    def chunk(self, ids: Tensor, slot: int, start: int) -> Tensor:
-        """ids int64 [T, context + 1] at positions [start, start + T) -> streams bf16 [T, S*H]."""
-        spec = self._spec
-        streams = self._model.embedding.index_select(0, ids[:, -1]).repeat(1, spec.num_streams)
+    def _quiet_streams(self, num_rows: int) -> Tensor | None:
+        """What a stage before this one might send."""
+        if self._spec.is_first:
+            return None
+        shape = (num_rows, self._spec.stream_width)
+        return torch.zeros(shape, dtype=torch.bfloat16, device=self._state.device)
+
+    def chunk(self, ids: Tensor, slot: int, start: int, streams: Tensor | None = None) -> Tensor:
+        """ids int64 [T, context + 1] at positions [start, start + T) -> streams bf16 [T, S*H].
+
+        streams: those of the stage before this one, if there is one; else the ids are embedded.
+        """
+        # A library operation comes first either way: it waits for other streams' events, for copies of parked state and
+        # for what another stage sends. A kernel that starts before its predecessor ends might not.
+        if streams is None:
+            streams = self._embed(ids[:, -1]).repeat(1, self._spec.num_streams)
+        else:
+            streams = streams.clone()
         where = self._rows(slot, start, ids.shape[0])
         for layer in self._model.layers:
             if layer.ple is not None:
@@ -96,8 +111,14 @@ class Prefill:
             self._moe(mixed, layer.moe, streams, inject)
         return streams
 
+    def _embed(self, ids: Tensor) -> Tensor:
+        assert self._model.embedding is not None
+        return self._model.embedding.index_select(0, ids)
+
     def logits(self, streams: Tensor) -> Tensor:
         """Streams [T, S*H] -> fp32 logits [T, vocab]."""
+        assert self._model.final is not None
+        assert self._model.head is not None
         mixed, _ = self._read(streams, self._model.final)
         return F.linear(mixed, self._model.head).to(torch.float32)
 
@@ -105,9 +126,7 @@ class Prefill:
         """The draft layer's cells [start, start + T): ids int64 [T] at the next positions, streams [T, S*H]."""
         spec, layer = self._spec, self._model.draft
         assert layer is not None
-        embedded = norm_rows(
-            self._model.embedding.index_select(0, ids), layer.norm_embedding, spec.norm_eps
-        )
+        embedded = norm_rows(self._embed(ids), layer.norm_embedding, spec.norm_eps)
         hidden = norm_rows(streams, layer.norm_hidden, spec.norm_eps).view(-1, spec.hidden)
         combined = F.linear(hidden, layer.fc_hidden).view(-1, spec.num_streams, spec.hidden)
         combined = (combined + F.linear(embedded, layer.fc_embedding).unsqueeze(1)).flatten(1)

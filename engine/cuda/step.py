@@ -77,7 +77,7 @@ def _make_buffers(spec: ModelSpec, capacity: int, device: torch.device) -> _Buff
             dtype=torch.bfloat16,
             device=device,
         ),
-        logits=empty(spec.vocab_size, torch.float32),
+        logits=empty(spec.vocab_size if spec.is_last else 0, torch.float32),
         products=ProductScratch.make(device),
         residual=ResidualScratch.make(
             spec.hidden, spec.num_streams, spec.mix_rank, MAX_ROWS, device
@@ -136,6 +136,7 @@ class CudaStep:
         """num_token_ids: ids from here on have no text and are never picked."""
         self.model = model
         self.state = state
+        self._context = model.spec.ple.ngram_size if model.spec.ple else 1
         self.num_token_ids = num_token_ids
         self.layout = WindowLayout(state.device)
         self.draft_layout = WindowLayout(state.device)
@@ -161,19 +162,22 @@ class CudaStep:
 
         Spoils all slots: call it before any is seated.
         """
-        context = self.model.spec.ple.ngram_size if self.model.spec.ple else 1
         num_slots = self._kept.shape[1]
         device = self.state.device
+        # Where no ids are embedded: cells of what was never written might be no numbers, for ever.
+        self.buffers.streams.zero_()
         for num_rows in range(1, num_slots * WINDOW_ROWS + 1):
             whole, rest = divmod(num_rows, WINDOW_ROWS)
             counts = [WINDOW_ROWS] * whole + [rest] * (rest > 0)
             slots, starts = range(len(counts)), [0] * len(counts)
-            ids = torch.zeros(num_rows, context, dtype=torch.int64, device=device)
+            ids = torch.zeros(num_rows, self._context, dtype=torch.int64, device=device)
             self.window(ids, slots, counts, starts)
-            self._graphs.run(("picks", num_rows), lambda n=num_rows: self._pick_window(n))
+            if self.model.spec.is_last:
+                self._graphs.run(("picks", num_rows), lambda n=num_rows: self._pick_window(n))
             if self._draft is not None:
                 self._prepare_drafts(ids[:, -1], slots, counts, starts)
-        self._graphs.run("picks of few", self._pick_few)
+        if self.model.spec.is_last:
+            self._graphs.run("picks of few", self._pick_few)
         self.commit({})
 
     def _prepare_drafts(
@@ -189,15 +193,24 @@ class CudaStep:
     # Windows
 
     def window(
-        self, ids: Tensor, slots: Sequence[int], counts: Sequence[int], starts: Sequence[int]
+        self,
+        ids: Tensor,
+        slots: Sequence[int],
+        counts: Sequence[int],
+        starts: Sequence[int],
+        streams: Tensor | None = None,
     ) -> Tensor:
         """One verify window; ids int64 [R, context + 1], each row's id last. Nothing is committed.
 
+        streams: those of the stage before this one, if there is one; else the ids are embedded.
         Returns the streams after the last layer, bf16 [R, S*H]: valid until the next window. `logits` has the logits.
         """
         num_rows = ids.shape[0]
         self.layout.fill(slots, counts, starts)
+        ids = ids[:, -self._context :]
         self.buffers.ids[: ids.numel()].copy_(ids.flatten())
+        if streams is not None:
+            self.buffers.streams[:num_rows].copy_(streams)
         self._graphs.run(("window", num_rows), lambda: self._window(num_rows))
         return self.buffers.streams[:num_rows]
 
@@ -284,22 +297,25 @@ class CudaStep:
 
     def _window(self, num_rows: int) -> None:
         ids, streams = self._rows(num_rows)
-        self._start(ids, streams)
+        if self.model.spec.is_first:
+            self._start(ids, streams)
         for layer in self.model.layers:
             self._layer(layer, ids, streams)
-        self._window_head(streams)
+        if self.model.spec.is_last:
+            self._window_head(streams)
 
     def _rows(self, num_rows: int) -> tuple[Tensor, Tensor]:
         """A window's ids int64 [R, context + 1] and streams [R, S*H]."""
-        spec, b = self.model.spec, self.buffers
-        context = spec.ple.ngram_size if spec.ple else 1
+        b, context = self.buffers, self._context
         return b.ids[: num_rows * context].view(num_rows, context), b.streams[:num_rows]
 
     def _start(self, ids: Tensor, streams: Tensor) -> None:
+        assert self.model.embedding is not None
         embedded = self.model.embedding.index_select(0, ids[:, -1])
         streams.copy_(embedded.repeat(1, self.model.spec.num_streams))
 
     def _window_head(self, streams: Tensor) -> None:
+        assert self.model.final is not None
         self._head(streams, self.model.final, self.buffers.logits[: streams.shape[0]])
 
     def _layer(self, layer: CudaLayer, ids: Tensor, streams: Tensor) -> None:
@@ -367,6 +383,7 @@ class CudaStep:
         return self.buffers.middle[: num_rows * width].view(num_rows, width)
 
     def _head(self, streams: Tensor, final: ResidualWeights, logits: Tensor) -> None:
+        assert self.model.head is not None
         mixed, _ = self.read(streams, final)
         product(mixed, self.model.head, logits, self.buffers.products)
 
@@ -535,6 +552,7 @@ class CudaStep:
     def _combine(self, ids: Tensor, streams: Tensor, out: Tensor) -> None:
         """The layer's input streams: every stream projected, plus the embedded id."""
         spec, layer = self.model.spec, self._draft_layer
+        assert self.model.embedding is not None
         embedded = norm_rows(
             self.model.embedding.index_select(0, ids), layer.norm_embedding, spec.norm_eps
         )

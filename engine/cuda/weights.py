@@ -17,12 +17,12 @@ from engine.cuda.quant import Packed4, pack4
 from engine.cuda.residual import ResidualWeights
 from engine.layers.rotary import RotaryTable
 from engine.state import key_capacity
+from engine.tensor_names import DRAFT_PREFIX, elsewhere
 
 if TYPE_CHECKING:
     from engine.cuda.random_model import RandomTensors
     from engine.model_spec import ModelSpec
 
-_DRAFT_PREFIX = "mtp."
 _EXPERTS_AT_ONCE = 64
 
 
@@ -66,13 +66,17 @@ class CudaDraftLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaModel:
-    """All weights on one device. cos, sin bf16 [positions, rotary dim], the sign of rotate_half in sin."""
+    """All weights on one device. cos, sin bf16 [positions, rotary dim], the sign of rotate_half in sin.
+
+    Where spec is a stage's part: embedding is None if neither ids come in nor a draft layer is; final and head are None
+    if no logits come out.
+    """
 
     spec: ModelSpec
-    embedding: Tensor
+    embedding: Tensor | None
     layers: tuple[CudaLayer, ...]
-    final: ResidualWeights
-    head: Tensor
+    final: ResidualWeights | None
+    head: Tensor | None
     draft: CudaDraftLayer | None
     cos: Tensor
     sin: Tensor
@@ -112,17 +116,19 @@ class CudaLoader:
             device=self._device,
         )
         cos, sin = table.at(torch.arange(self._capacity, device=self._device))
+        embeds, is_last = spec.is_first or with_draft, spec.is_last
+        mixer = f"{prefix}hyper_connection_mixer."
         model = CudaModel(
             spec=spec,
-            embedding=self._tensor(f"{prefix}embed_tokens.weight", vocab),
-            layers=tuple(self._layer(i) for i in range(spec.num_layers)),
-            final=self._residual(f"{prefix}hyper_connection_mixer.", inject=False),
-            head=self._tensor("lm_head.weight", vocab),
+            embedding=self._tensor(f"{prefix}embed_tokens.weight", vocab) if embeds else None,
+            layers=tuple(self._layer(i) for i in spec.layers),
+            final=self._residual(mixer, inject=False) if is_last else None,
+            head=self._tensor("lm_head.weight", vocab) if is_last else None,
             draft=self._draft() if with_draft else None,
             cos=cos,
             sin=sin,
         )
-        self._source.finish(ignore=() if with_draft else (_DRAFT_PREFIX,))
+        self._source.finish(ignore=elsewhere(prefix, spec, with_draft=with_draft))
         return model
 
     def _layer(self, layer: int) -> CudaLayer:
@@ -142,7 +148,7 @@ class CudaLoader:
 
     def _draft(self) -> CudaDraftLayer:
         spec = self._spec
-        prefix, layer = _DRAFT_PREFIX, f"{_DRAFT_PREFIX}layers.0."
+        prefix, layer = DRAFT_PREFIX, f"{DRAFT_PREFIX}layers.0."
         square = (spec.hidden, spec.hidden)
         return CudaDraftLayer(
             fc_embedding=self._tensor(f"{prefix}fc_embedding.weight", square),

@@ -46,6 +46,8 @@ def why_unsupported(config: EngineConfig, spec: ModelSpec, device: torch.device)
     """Why the step cannot run; None when it can."""
     if device.type != "cpu":
         return f"it runs on cpu, not on {device}"
+    if config.num_groups > 1:
+        return "it runs all layers in one process, without --batch-groups"
     if config.dtype not in ("auto", "float32"):
         return f"it computes in float32, not in {config.dtype}"
     if config.expert_cache is not None or config.expert_profile is not None:

@@ -65,11 +65,14 @@ class Progress:
 def generate(engine: Engine, *jobs: Job) -> list[Progress]:
     """Run all jobs to their end, each in its slot; results in the order of the jobs."""
     all_progress = [Progress(job=job) for job in jobs]
+    in_flight: tuple[int, ...] = ()
     for round_number in range(10_000):
         seated = [p for p in all_progress if p.job.first_round <= round_number and not p.is_done]
         if not seated and all(p.is_done for p in all_progress):
             return all_progress
-        result = engine.run_window(_plan(seated, engine.info.chunk_tokens, round_number))
+        free = [p for p in seated if p.job.slot not in in_flight]
+        result = engine.run_window(_plan(free, engine.info.chunk_tokens, round_number))
+        in_flight = result.in_flight
         assert result.failures == ()
         for tokens in result.tokens:
             _apply(next(p for p in seated if p.job.slot == tokens.slot), tokens)

@@ -118,6 +118,8 @@ class Pace:
     """How many windows may run, and what befalls the next one."""
 
     permits: asyncio.Semaphore
+    num_groups: int = 1
+    """See FakeScript: with two, tokens come a window late."""
     fault: FaultKind | None = None
     failing_slot: int = 0
     held_ids: Callable[[], tuple[frozenset[int], frozenset[int]]] | None = None
@@ -250,7 +252,8 @@ async def read(handle: RequestHandle, events: list[TokenEvent]) -> None:
 
 
 async def launch(pace: Pace) -> EngineLink:
-    return SteppedLink(FakeEngine(SCRIPT, files=pace.files), pace)
+    script = replace(SCRIPT, num_groups=pace.num_groups)
+    return SteppedLink(FakeEngine(script, files=pace.files), pace)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -263,9 +266,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.everyone: list[Caller] = []
         self.stopped = False
 
-    @initialize()
-    def start(self) -> None:
-        self.pace = Pace(permits=asyncio.Semaphore(0))
+    @initialize(num_groups=st.integers(1, 2))
+    def start(self, num_groups: int) -> None:
+        self.pace = Pace(permits=asyncio.Semaphore(0), num_groups=num_groups)
         self.scheduler = Scheduler(CONFIG, partial(launch, self.pace), clock=self.clock)
         self.run(self.scheduler.start())
         roster = self.scheduler._roster

@@ -140,8 +140,8 @@ def test_a_second_load_is_an_error(worker: Worker) -> None:
 
 
 def fake_module(outcome: Engine | Exception) -> ModuleType:
-    def load_engine(config: EngineConfig, *, rehearse: bool) -> Engine:
-        assert config.model == "somewhere" and rehearse
+    def load_engine(config: EngineConfig, *, rehearse: bool, on_lost: object) -> Engine:
+        assert config.model == "somewhere" and rehearse and on_lost is not None
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
