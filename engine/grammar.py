@@ -39,6 +39,9 @@ _JSON_SPACE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separ
 JSON_OPTIONS_KEY = "x-guidance"
 """Where a schema carries options of its compilation."""
 
+_NO_WAY = "NoExtensionBias"
+"""How the library begins to say that no id can come next."""
+
 
 class GrammarError(Exception):
     """A grammar that does not compile, is too large, or can never be matched."""
@@ -161,7 +164,12 @@ def regex_rule(pattern: str) -> str:
 
 
 def _first_line(text: str) -> str:
-    line = next((line.strip() for line in text.splitlines() if line.strip()), "it cannot be used")
+    """What a message of the library says, in a line."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    line = lines[0] if lines else "it cannot be used"
+    reason = next((line for line in lines if line.startswith("error: ")), None)
+    if line.endswith(":") and reason is not None:  # between them is a drawing of the place
+        line = f"{line} {reason.removeprefix('error: ')}"
     return line if len(line) <= 300 else line[:297] + "..."
 
 
@@ -192,9 +200,10 @@ class GrammarMatcher:
         unpacked = np.unpackbits(packed, bitorder="little")[: self._vocab_size]
         bits[: len(unpacked)] = unpacked
         bits[self._end_ids] = False
-        if self._matcher.is_error():
-            self.error = _first_line(self._matcher.get_error())
-        elif not bits.any() and not self.is_accepting:
+        text = self._matcher.get_error() if self._matcher.is_error() else ""
+        if text and not text.startswith(_NO_WAY):
+            self.error = _first_line(text)
+        elif text or (not bits.any() and not self.is_accepting):
             self.error = "no text leads from here to the grammar's end"
         if self.error is not None:
             bits[:] = False

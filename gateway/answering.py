@@ -10,7 +10,7 @@ import anyio
 from starlette.requests import ClientDisconnect
 
 from gateway.content_tokens import ContentSpans
-from gateway.errors import ModelNotFound, UnsupportedMediaType
+from gateway.errors import InvalidRequest, ModelNotFound, UnsupportedMediaType
 from gateway.generation import Choice, Generation
 from gateway.metrics import Meter
 from gateway.middleware import ALLOWANCE, OWNER, REQUEST_ID
@@ -87,7 +87,16 @@ class Answering:
         parsers: list[OutputParser] | None,
         meter: Meter,
     ) -> Generation:
-        """Submit sequences; without parsers all output is content."""
+        """Submit sequences; without parsers all output is content.
+
+        Raises InvalidRequest for more than could ever be admitted, and what `submit` raises.
+        """
+        capacity = self._service.scheduler.capacity
+        if len(prepared) > capacity:
+            raise InvalidRequest(
+                f"{len(prepared)} choices were asked for at once; slots and queue hold {capacity}",
+                param="n" if options.num_choices > 1 else "prompt",
+            )
         files = self._service.files
         choices = [
             Choice(item, files, options.stop, None if parsers is None else parsers[item.index])
@@ -157,11 +166,14 @@ class Answering:
 
 
 async def json_body(request: Request) -> bytes:
-    """The body of a request that says it is JSON. Raises UnsupportedMediaType."""
+    """The body of a request that says it is JSON, not compressed. Raises UnsupportedMediaType."""
     content_type = request.headers.get("content-type", "")
     kind = content_type.partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
-        raise UnsupportedMediaType(content_type)
+        raise UnsupportedMediaType("Content-Type", "application/json", content_type)
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    if encoding not in ("", "identity"):
+        raise UnsupportedMediaType("Content-Encoding", "left out", encoding)
     return await request.body()
 
 

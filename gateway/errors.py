@@ -69,14 +69,13 @@ class BodyTooLarge(GatewayError):
 
 
 class UnsupportedMediaType(GatewayError):
-    """The body is not declared as JSON.
+    """The body is not declared as plain JSON.
 
     A web page may send any other type to a server on this machine without asking it first.
     """
 
-    def __init__(self, content_type: str) -> None:
-        found = shorten(content_type) if content_type else "none"
-        super().__init__(f"the Content-Type must be application/json; found {found}")
+    def __init__(self, header: str, wanted: str, found: str) -> None:
+        super().__init__(f"the {header} must be {wanted}; found {shorten(found) or 'none'}")
 
 
 class ConfigError(GatewayError):

@@ -5,6 +5,7 @@ None of them buffers a response or stands between the endpoint and a disconnect.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import re
@@ -19,6 +20,7 @@ from gateway.errors import TABLE, BodyTooLarge, NotAuthenticated, reply_for
 from gateway.json_log import FIELDS
 from gateway.limits import Allowance
 from gateway.responses import error_response
+from scheduler.errors import Draining
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -69,6 +71,13 @@ class Envelope:
             await self._app(scope, receive, send_with_id)
         except ClientDisconnect:
             return
+        except asyncio.CancelledError:
+            # uvicorn's last word, when it stops, to what still runs: a client that never sent its whole body, say.
+            if status is not None:
+                raise
+            stopping = Draining("the server is shutting down", retry_after_s=1.0)
+            response = error_response(reply_for(stopping), path=scope["path"])
+            await response(scope, receive, send_with_id)
         except Exception as error:
             if type(error) not in TABLE:
                 _log.exception("request failed id=%s", request_id)

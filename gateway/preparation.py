@@ -63,6 +63,7 @@ class Preparer:
         Cancellation waits for a tokenization that has begun.
         """
         self._refuse_hopeless(_num_chars(request), "messages")
+        self._refuse_many(len(request.messages), "messages", "messages")
         prompt = await self.rendered(request)
         limits = await self._structurer.chat_limits(request, prompt)
         sampling = self._sampling(request.options, limits)
@@ -72,7 +73,7 @@ class Preparer:
 
     async def rendered(self, request: ChatRequest) -> RenderedPrompt:
         """The prompt alone, however long. Raises InvalidRequest. Cancelled like `chat`."""
-        if _num_chars(request) + 64 * len(request.messages) <= _INLINE_CHARS:
+        if _is_short(request):
             return self._render(request)
         return await anyio.to_thread.run_sync(self._render, request, limiter=self._limiter)
 
@@ -93,10 +94,13 @@ class Preparer:
 
         Cancellation waits for a tokenization that has begun.
         """
-        lengths = [len(prompt) for prompt in request.prompts if isinstance(prompt, str)]
-        self._refuse_hopeless(max(lengths, default=0), "prompt")
-        num_chars = sum(lengths)
-        if num_chars <= _INLINE_CHARS:
+        for prompt in request.prompts:
+            if isinstance(prompt, str):
+                self._refuse_hopeless(len(prompt), "prompt")
+            else:
+                self._refuse_many(len(prompt), "tokens", "prompt")
+        # An id costs what a character does: it is looked up, and with `echo` decoded.
+        if sum(map(len, request.prompts)) <= _INLINE_CHARS:
             prompts = self._encode(request)
         else:
             prompts = await anyio.to_thread.run_sync(self._encode, request, limiter=self._limiter)
@@ -118,6 +122,15 @@ class Preparer:
             code="context_length_exceeded",
         )
 
+    def _refuse_many(self, count: int, what: str, param: str) -> None:
+        """Refuse more of what takes a token each than the context holds, before it costs anything."""
+        if count > self._info.max_context:
+            raise InvalidRequest(
+                f"{param} has {count} {what}, but the context holds {self._info.max_context} tokens",
+                param=param,
+                code="context_length_exceeded",
+            )
+
     def _render(self, request: ChatRequest) -> RenderedPrompt:
         return self._files.template.render(
             request.messages,
@@ -127,7 +140,12 @@ class Preparer:
         )
 
     def _encode(self, request: CompletionRequest) -> list[tuple[RenderedPrompt, str]]:
-        return [self._encode_one(request, prompt) for prompt in request.prompts]
+        encoded: list[tuple[RenderedPrompt, str]] = []
+        for prompt in request.prompts:
+            encoded.append(self._encode_one(request, prompt))
+            # The first that does not fit ends it: the others are not worth their tokenisation.
+            self._max_tokens(request.options, encoded[-1][0], "prompt")
+        return encoded
 
     def _encode_one(
         self, request: CompletionRequest, prompt: str | tuple[int, ...]
@@ -240,6 +258,13 @@ def choice_seed(seed: int, number: int) -> int:
 
 def _first(value: _Number | None, default: _Number) -> _Number:
     return default if value is None else value
+
+
+def _is_short(request: ChatRequest) -> bool:
+    """Its prompt may be rendered on the event loop. Tools and calls have texts of any length, and are not counted."""
+    if request.tools or any(message.tool_calls for message in request.messages):
+        return False
+    return _num_chars(request) + 64 * len(request.messages) <= _INLINE_CHARS
 
 
 def _num_chars(request: ChatRequest) -> int:

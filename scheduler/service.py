@@ -122,6 +122,11 @@ class Scheduler:
         return engine.info
 
     @property
+    def capacity(self) -> int:
+        """Requests that slots and queue hold together. Raises EngineUnavailable before the first start is through."""
+        return self.info.num_slots + self._config.max_queue
+
+    @property
     def engine_state(self) -> EngineState:
         return EngineState.STARTING if self._engine is None else self._engine.state
 

@@ -134,6 +134,15 @@ async def test_a_body_must_say_that_it_is_json(kind: str | None) -> None:
         assert response.json()["error"]["code"] == "unsupported_media_type"
 
 
+async def test_a_compressed_body_is_refused_by_its_header() -> None:
+    async with live_server() as live:
+        for encoding, status in (("gzip", 415), ("identity", 200)):
+            headers = {"content-encoding": encoding}
+            response = await live.client.post(CHAT, json=chat_body(max_tokens=1), headers=headers)
+            assert response.status_code == status
+            assert ("Content-Encoding" in response.text) == (status == 415)
+
+
 async def test_request_ids_go_in_and_out() -> None:
     async with live_server() as live:
         response = await live.client.get("/health", headers={"x-request-id": "my-id:1"})
@@ -263,7 +272,10 @@ async def test_the_queue_is_bounded() -> None:
     chosen = replace(SchedulerConfig(supervision=FAST_SUPERVISION), max_queue=1)
     script = FakeScript(decode_s=0.05, num_slots=1)
     async with live_server(script, scheduler_config=chosen) as live:
-        response = await live.client.post(CHAT, json=chat_body(n=4, max_tokens=1000))
+        both = chat_body(n=2, max_tokens=1000, stream=True)
+        async with live.client.stream("POST", CHAT, json=both) as running:
+            assert running.status_code == 200
+            response = await live.client.post(CHAT, json=chat_body(max_tokens=1))
         assert response.status_code == 429
         assert int(response.headers["retry-after"]) >= 1
         assert response.json()["error"]["type"] == "rate_limit_error"

@@ -16,6 +16,7 @@ from gateway.errors import ConfigError
 from gateway.http_protocol import MAX_HEADER_BYTES
 from gateway.json_log import JsonFormatter
 from gateway.limits import KeyLimits
+from scheduler.config import SchedulerConfig
 from tests.conformance.live import Live, chat_body, live_server, says, until
 
 CHAT = "/v1/chat/completions"
@@ -250,3 +251,21 @@ async def test_a_request_of_higher_priority_overtakes_those_that_wait() -> None:
             await asyncio.sleep(0.05)
             tasks.create_task(ask("sooner", priority=-3))
         assert ended.index("sooner") < ended.index("later")
+
+
+async def test_more_choices_than_can_ever_be_admitted_are_not_told_to_come_again() -> None:
+    async with live_server(scheduler_config=SchedulerConfig(max_queue=2)) as live:
+        body = {"model": "default", "prompt": ["a", "b", "c"], "max_tokens": 1}
+        allowed = await live.client.post("/v1/completions", json={**body, "n": 2})
+        assert allowed.status_code == 200
+        for path, extra, param in (
+            ("/v1/completions", {**body, "n": 3}, "n"),
+            ("/v1/completions", {**body, "prompt": ["a"] * 7}, "prompt"),
+            (CHAT, chat_body(max_tokens=1, n=7), "n"),
+        ):
+            response = await live.client.post(path, json=extra)
+            assert response.status_code == 400, response.text
+            error = response.json()["error"]
+            assert error["param"] == param
+            assert "slots and queue hold 6" in error["message"]
+        assert live.scheduler.stats().totals.submitted == 6

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from engine.engine import TorchEngine
+from engine.fake import FakeEngine, FakeScript
+from gateway.errors import InvalidRequest
 from gateway.generation import Choice
 from gateway.output_parser import OutputParser
 from gateway.preparation import PreparedChoice, Preparer
@@ -335,3 +337,20 @@ def test_a_length_cap_at_the_stop(engine: TorchEngine) -> None:
             run = generate(engine, replace(job, num_tokens=room, max_draft=depth))[0]
             ended = run.token_ids[-1] in sampling.stop_token_ids
             assert ended == (room >= length)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"json": {"$ref": "#"}}, "no text leads from here to the grammar's end"),
+        ({"json": {"type": "string", "pattern": "(?=a)"}}, "look-around"),
+        ({"regex": "(a"}, "unclosed group"),
+    ],
+)
+async def test_a_refused_format_says_why(wanted: dict[str, object], message: str) -> None:
+    preparer = Preparer(default_files(), FakeEngine(FakeScript()).info)
+    body = {"model": "m", "prompt": "Go", "structured_outputs": wanted}
+    with pytest.raises(InvalidRequest, match=message):
+        await preparer.completion(
+            parse_completion(json.dumps(body).encode()), request_id="r", owner=""
+        )
