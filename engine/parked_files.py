@@ -11,7 +11,7 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -117,18 +117,30 @@ class ParkedFiles:
 
     def _scan(self) -> tuple[KeptFile, ...]:
         """Index the files that are there, delete what a crash or a broken disk has left."""
-        for part in self._directory.glob(f"*{PART_SUFFIX}"):
+        for part in self._regular(PART_SUFFIX):
             part.unlink()
-        files = sorted(
-            self._directory.glob(f"*{SUFFIX}"),
-            key=lambda path: (path.stat().st_mtime_ns, path.name),
-        )
+        files = sorted(self._regular(SUFFIX), key=lambda path: (path.stat().st_mtime_ns, path.name))
         return tuple(kept for path in files if (kept := self._index(path)) is not None)
+
+    def _regular(self, suffix: str) -> Iterator[Path]:
+        """Files of this name. A folder or a link was not made here: it stays, and the log says it."""
+        for path in self._directory.glob(f"*{suffix}"):
+            if path.is_file() and not path.is_symlink():
+                yield path
+            else:
+                _LOG.warning("%s is left alone: it is not a regular file", path)
+
+    def _path(self, file_id: str) -> Path:
+        return self._directory / f"{self._layout.fingerprint.hex()[:8]}-{file_id}{SUFFIX}"
 
     def _index(self, path: Path) -> KeptFile | None:
         file_id = path.name.removesuffix(SUFFIX)
         try:
             header = self._header(path)
+            own_id = file_id.partition("-")[2]
+            if path != self._path(own_id):
+                # Under a name of its own, or it would take the id of the file it is a copy of.
+                raise ForeignFile("its name is not the one it was written under")
         except ForeignFile as error:
             _LOG.info("%s is not used: %s", path, error)
             checkpoints = ()
@@ -136,7 +148,7 @@ class ParkedFiles:
             self._discard(path, error)
             return None
         else:
-            file_id = file_id.partition("-")[2]
+            file_id = own_id
             checkpoints = tuple(mark.key for mark in header.marks)
         self._paths[file_id] = path
         return KeptFile(file_id=file_id, num_bytes=path.stat().st_size, checkpoints=checkpoints)
@@ -180,7 +192,7 @@ class ParkedFiles:
             marks=tuple(FileMark(key=key, num_draft_cells=cells) for key, cells in keys),
             checksums=tuple(map(checksum, memory)),
         )
-        path = self._directory / f"{layout.fingerprint.hex()[:8]}-{order.file_id}{SUFFIX}"
+        path = self._path(order.file_id)
         try:
             write_file(path, header, memory)
         except OSError as error:

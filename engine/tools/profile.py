@@ -65,6 +65,8 @@ def profile(
     threads: Annotated[int | None, number_option("--threads", "CPU threads.", 1, 1024)] = None,
 ) -> None:
     """Read conversations, count which experts every layer routes them to, and write the ranking."""
+    if out.is_dir() or not out.parent.is_dir():
+        raise typer.BadParameter(f"--out: found {out}, required a file in a directory that exists")
     parts = ModelParts(native=native, ple_gguf=ple_gguf, mtp=mtp)
     spec = read_spec(model_path(model), parts)
     with TemporaryDirectory() as made:
@@ -157,17 +159,23 @@ def read_conversations(file: Path, text_files: Path, vocab_size: int) -> Iterato
     except (OSError, UnicodeDecodeError) as error:
         raise ConversationsMismatch(f"{file}: cannot be read: {error}") from error
     encode = _Encoder(text_files)
-    found = 0
+    found = num_ids = 0
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         found += 1
         try:
-            yield _ids(json.loads(line), encode, vocab_size)
+            ids = _ids(json.loads(line), encode, vocab_size)
         except (ValueError, TemplateError) as error:
             raise ConversationsMismatch(f"{file}, line {number}: {error}") from error
+        num_ids += len(ids)
+        yield ids
     if not found:
         raise ConversationsMismatch(f"{file}: has no conversation")
+    if not num_ids:
+        raise ConversationsMismatch(
+            f"{file}: its conversations have no token, required at least one"
+        )
 
 
 def _ids(line: Any, encode: _Encoder, vocab_size: int) -> list[int]:

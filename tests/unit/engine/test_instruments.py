@@ -188,6 +188,7 @@ def test_conversations_are_read_line_by_line(tmp_path: Path) -> None:
         ('{"ids": [8192]}', "line 1: ids: required whole numbers from 0 to 8191"),
         ('{"ids": [true]}', "line 1: ids: required whole numbers"),
         ("", "has no conversation"),
+        ('{"ids": []}', "its conversations have no token"),
     ],
 )
 def test_bad_conversations_are_named(tmp_path: Path, line: str, message: str) -> None:
@@ -208,3 +209,14 @@ def test_the_command_writes_a_profile_that_a_start_takes(checkpoint: Path, tmp_p
     assert done.exit_code == 0, done.output
     assert "5 ids, 20 pairs of layer and expert ranked" in done.output
     assert read_profile(out).ranked_per_layer() == (5, 5, 5, 5)
+
+
+@pytest.mark.parametrize("out", ["nowhere/p.bin", "."])
+def test_a_profile_that_could_not_be_written_is_refused_before_the_work(
+    tmp_path: Path, out: str
+) -> None:
+    missing = str(tmp_path / "c.jsonl")
+    done = CliRunner().invoke(app, ["profile", missing, "--out", str(tmp_path / out)])
+    assert isinstance(done.exception, SystemExit), done.output
+    assert "--out: found" in done.output.replace("\n", " ")
+    assert done.exit_code == 2

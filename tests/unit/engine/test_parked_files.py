@@ -176,6 +176,32 @@ def test_a_file_of_another_version_is_never_used(
     files.close()
 
 
+@pytest.mark.parametrize("name", ["copy.parked", "other.parked", "00000000-abc.parked"])
+def test_a_copy_under_another_name_takes_no_files_place(written: Path, name: str) -> None:
+    whole = only_file(written)
+    (written / name).write_bytes(whole.read_bytes())
+    files = ParkedFiles(written, LAYOUT)
+    found = {kept.file_id: kept.checkpoints for kept in files.kept}
+    assert found == {"abc": KEYS, name.removesuffix(".parked"): ()}
+    files.delete(name.removesuffix(".parked"))
+    files.close()
+    assert only_file(written) == whole
+
+
+@pytest.mark.parametrize("suffix", [".parked", ".part"])
+def test_folders_and_links_do_not_stop_the_start(
+    written: Path, caplog: pytest.LogCaptureFixture, suffix: str
+) -> None:
+    (written / f"folder{suffix}").mkdir()
+    (written / f"broken{suffix}").symlink_to(written / "nowhere")
+    files = ParkedFiles(written, LAYOUT)
+    files.close()
+    assert [kept.file_id for kept in files.kept] == ["abc"]
+    assert caplog.text.count("is left alone: it is not a regular file") == 2
+    assert (written / f"folder{suffix}").is_dir()
+    assert (written / f"broken{suffix}").is_symlink()
+
+
 def test_a_full_disk_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
