@@ -47,7 +47,7 @@ def build_app(service: Service) -> Starlette:
     middleware += [
         Middleware(HostCheck, allowed_hosts=config.allowed_hosts if has_checks else None),
         Middleware(ApiKeys, keys=config.api_keys),
-        Middleware(BodyLimit, limit_bytes=config.max_body_bytes),
+        Middleware(BodyLimit, limit_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s),
     ]
     return Starlette(
         routes=[

@@ -76,6 +76,8 @@ class GatewayConfig:
     """Pause between the comments that keep a silent stream open."""
     send_timeout_s: float = 30.0
     """A stream's reader that takes nothing for so long is left."""
+    body_timeout_s: float = 30.0
+    """A body that does not go on for so long is refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

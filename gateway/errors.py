@@ -6,6 +6,7 @@ GatewayError
  +-- HostNotAllowed        403  a host name that is not this server's
  +-- RateLimited           429  more than the API key may use
  +-- ModelNotFound         404  a model that is not served here
+ +-- BodyStalled           408  a body whose next part does not come
  +-- BodyTooLarge          413  more bytes than the limit; the rest is left unread
  +-- UnsupportedMediaType  415  a body that does not say it is JSON
  +-- ConfigError           exit 2  an option that contradicts another or cannot be used
@@ -61,6 +62,13 @@ class ModelNotFound(GatewayError):
         super().__init__(f"the model {shorten(model)!r} does not exist; this server has {served!r}")
 
 
+class BodyStalled(GatewayError):
+    """The body began to come and then did not go on."""
+
+    def __init__(self, *, timeout_s: float) -> None:
+        super().__init__(f"nothing more of the body came for {timeout_s:g} s")
+
+
 class BodyTooLarge(GatewayError):
     """The body is larger than the limit."""
 
@@ -105,6 +113,7 @@ TABLE: dict[type[Exception], ErrorKind] = {
     HostNotAllowed: ErrorKind(status=403, type="permission_error", code="host_not_allowed"),
     RateLimited: ErrorKind(status=429, type="rate_limit_error", code="rate_limit_exceeded"),
     ModelNotFound: ErrorKind(status=404, type=_INVALID, code="model_not_found"),
+    BodyStalled: ErrorKind(status=408, type=_INVALID, code="body_timeout"),
     BodyTooLarge: ErrorKind(status=413, type=_INVALID, code="body_too_large"),
     UnsupportedMediaType: ErrorKind(status=415, type=_INVALID, code="unsupported_media_type"),
     # These two stop the start; a client never meets them.

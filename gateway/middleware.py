@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 
-from gateway.errors import TABLE, BodyTooLarge, NotAuthenticated, reply_for
+from gateway.errors import TABLE, BodyStalled, BodyTooLarge, NotAuthenticated, reply_for
 from gateway.json_log import FIELDS
 from gateway.limits import Allowance
 from gateway.responses import error_response
@@ -164,11 +164,13 @@ def _needs_key(path: str) -> bool:
 
 
 class BodyLimit:
-    """Refuses bodies beyond a limit: by their announced length unread, else at the byte too many."""
+    """Refuses bodies beyond a limit, by their announced length unread or at the byte too many, and those that stall."""
 
-    def __init__(self, app: ASGIApp, limit_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, limit_bytes: int, timeout_s: float) -> None:
+        """timeout_s: between two parts of a body."""
         self._app = app
         self._limit_bytes = limit_bytes
+        self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -177,15 +179,24 @@ class BodyLimit:
         length = Headers(scope=scope).get("content-length", "")
         if length.isdecimal() and int(length) > self._limit_bytes:
             raise BodyTooLarge(limit_bytes=self._limit_bytes)
-        num_bytes = 0
+        num_bytes, is_whole = 0, False
 
         async def receive_counted() -> Message:
-            nonlocal num_bytes
-            message = await receive()
+            nonlocal num_bytes, is_whole
+            # Behind the body there is only the client's leaving, which may take as long as the answer.
+            message = await (receive() if is_whole else self._next_part(receive))
             if message["type"] == "http.request":
+                is_whole = not message.get("more_body", False)
                 num_bytes += len(message.get("body", b""))
                 if num_bytes > self._limit_bytes:
                     raise BodyTooLarge(limit_bytes=self._limit_bytes)
             return message
 
         await self._app(scope, receive_counted, send)
+
+    async def _next_part(self, receive: Receive) -> Message:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await receive()
+        except TimeoutError as error:
+            raise BodyStalled(timeout_s=self._timeout_s) from error

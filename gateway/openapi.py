@@ -33,6 +33,7 @@ _ERRORS = {
     401: "No API key, or a wrong one",
     403: "A host name that is not this server's",
     404: "Another model than the one that is served",
+    408: "The rest of the body did not come",
     413: "The body is larger than the limit; it was not read",
     415: "The body does not say that it is JSON",
     429: "The queue is full, or the key has used what it may",
@@ -40,7 +41,7 @@ _ERRORS = {
     503: "The engine starts again, or the server stops",
     504: "The request's deadline passed",
 }
-_BODY_ERRORS = (400, 401, 403, 404, 413, 415, 429, 500)
+_BODY_ERRORS = (400, 401, 403, 404, 408, 413, 415, 429, 500)
 _RETRIED = (429, 503)
 
 

@@ -31,8 +31,8 @@ def error_response(reply: ErrorReply, *, path: str = "") -> Response:
         headers["retry-after"] = str(reply.retry_after_s)
     if reply.status == 401:
         headers["www-authenticate"] = "Bearer"
-    if reply.status == 413:
-        # The rest of the body is still on its way and will not be read.
+    if reply.status in (408, 413):
+        # The rest of the body is still on its way, or never comes, and will not be read.
         headers["connection"] = "close"
     body = message_error(reply) if path.startswith("/v1/messages") else reply.body()
     return json_response(body, reply.status, headers)
