@@ -622,11 +622,13 @@ class TorchEngine:
         sequence.num_draft_cells = piece.end - 1
 
     def _with_context(self, ids: Sequence[int], num_rows: int) -> Tensor:
-        """The last num_rows ids, each after the ids before it: int64 [num_rows, context + 1], on the host."""
+        """The last num_rows ids, each after the ids before it: int64 [num_rows, context + 1] on the host."""
         context = self._trunk.ngram_context
         first = len(ids) - num_rows - context
         padding = [self._spec.ple.eos_id] * -first if first < 0 and self._spec.ple else []
-        return torch.tensor([*padding, *ids[max(0, first) :]]).unfold(0, context + 1, 1)
+        known = torch.tensor([*padding, *ids[max(0, first) :]])
+        # Copies of overlapping rows lie column after column where there are fewer rows than columns; kernels read rows.
+        return known.unfold(0, context + 1, 1).contiguous()
 
     def _on_device(self, values: Tensor) -> Tensor:
         """Copied in the order of the device's work, for which nobody waits."""

@@ -346,11 +346,7 @@ class StagedTrunk:
         """See Trunk.chunk."""
         if not self._launched:
             self.launch_chunk(ids, slot, start)
-        streams = self._stages.wait(self._launched.popleft())
-        if streams.device.type == "cuda":
-            # A piece's many kernels are launched when they can run, as on one device, not all behind a wait.
-            torch.cuda.current_stream().synchronize()
-        return self.own.chunk(ids, slot, start, state, streams)
+        return self.own.chunk(ids, slot, start, state, self._stages.wait(self._launched.popleft()))
 
     def commit(self, kept: Mapping[int, KeptRows], streams: Tensor, state: SlotState) -> None:
         """See Trunk.commit."""

@@ -29,8 +29,6 @@ def why_unsupported(config: EngineConfig, spec: ModelSpec, device: torch.device)
 
 def why_unsupported_choice(config: EngineConfig) -> str | None:
     """Of the options alone."""
-    if config.num_groups > 1:
-        return "its texts are not yet proved to be the same with --batch-groups"
     if config.dtype not in ("auto", "bfloat16"):
         return f"it computes in bfloat16, not in {config.dtype}"
     if config.kv not in ("auto", "bf16", "int8"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.loading import load_engine
+from engine.model import Trunk
 from tests.oracle import tiny
 from tests.oracle.driver import seat
 from tests.oracle.tolerances import ENGINE_LOGITS
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from engine.engine import TorchEngine
+    from engine.state import SlotState
     from tests.oracle.conftest import Models
 
 NAMES = sorted(tiny.GRID)
@@ -55,6 +58,32 @@ def step(engine: TorchEngine, slot: int, ids: list[int]) -> Tensor:
 
 def assert_logits(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, atol=ENGINE_LOGITS, rtol=0)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4])
+def test_a_piece_of_any_length_keeps_its_rows_one_after_another_when_it_is_copied(
+    checkpoints: Models, num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for another device, whose kernels read the ids row by row."""
+    engine = load_engine(replace(checkpoints.config("gqa3_gdn2"), kernels="torch"))
+    pieces: list[Tensor] = []
+    chunk = Trunk.chunk
+
+    def look(trunk: Trunk, ids: Tensor, slot: int, start: int, state: SlotState) -> Tensor:
+        pieces.append(ids.clone())
+        return chunk(trunk, ids, slot, start, state)
+
+    monkeypatch.setattr(Trunk, "chunk", look)
+    engine.read(0, [3, 4, 5, 6], 0)
+    engine.read(0, list(range(7, 7 + num_rows)), 4)
+    copied = pieces[1]
+    width = engine.steps.ngram_context + 1
+    assert width > 2
+    assert copied.is_contiguous()
+    known = range(3, 7 + num_rows)
+    assert copied.tolist() == [
+        list(known[i : i + width]) for i in range(5 - width, 5 - width + num_rows)
+    ]
 
 
 @pytest.mark.parametrize("cuts", sorted(CUTS))
