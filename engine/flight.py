@@ -67,6 +67,6 @@ def must_land_first(plan: WindowPlan) -> bool:
 
 
 def named_slots(plan: WindowPlan) -> set[int]:
-    """Slots that the plan does anything with."""
-    works = (plan.suspends, plan.saves, plan.starts, plan.chunks, plan.decodes)
+    """Slots that get work. Not those whose pages are saved: what flies lands before, and the cells are read already."""
+    works = (plan.suspends, plan.starts, plan.chunks, plan.decodes)
     return {work.slot for some in works for work in some}

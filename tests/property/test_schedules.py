@@ -44,6 +44,16 @@ def test_scripted_tokens_do_not_depend_on_the_schedule(group: int) -> None:
     assert min(seen.cancelled, seen.evictions, seen.preemptions, seen.refused) > 0
 
 
+def test_a_shared_prompt_is_saved_page_by_page_while_its_slot_flies() -> None:
+    engine = FakeEngine(replace(SCRIPT, num_groups=2, max_context=1400))
+    solo = Solo(FakeEngine(replace(SCRIPT, max_context=1400)), SCRIPT)
+    texts = replace(TEXTS, system_tokens=600, max_prompt=1300)
+    for seed in (0, 3):
+        schedule = Schedule(engine, texts, Random(seed), solo)
+        schedule.server.roster._parking._saves_per_window = 1
+        schedule.run(12, Seen())
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("group", range(3))
 def test_scripted_tokens_do_not_depend_on_what_comes_from_disk(group: int) -> None:

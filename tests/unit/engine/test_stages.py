@@ -98,4 +98,4 @@ def test_what_moves_state_waits_for_what_flies() -> None:
     assert not must_land_first(WindowPlan(chunks=(chunk,)))
     assert must_land_first(WindowPlan(chunks=(chunk,), saves=(save,)))
     assert must_land_first(WindowPlan(drop_page_ids=(3,)))
-    assert named_slots(WindowPlan(chunks=(chunk,), saves=(save,))) == {1, 2}
+    assert named_slots(WindowPlan(chunks=(chunk,), saves=(save,))) == {2}
