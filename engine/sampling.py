@@ -59,9 +59,19 @@ class TokenHistory:
 
     def add_output(self, ids: Sequence[int]) -> None:
         """Record output ids."""
+        if self.seen.device.type == "cpu":
+            self._add_on_host(ids)
+            return
         at = torch.tensor(ids, dtype=torch.int64, device=self.seen.device)
         self.seen[at] = True
         self.counts.index_add_(0, at, torch.ones_like(at, dtype=torch.float32))
+
+    def _add_on_host(self, ids: Sequence[int]) -> None:
+        # One to five ids a window: tensor operations would take longer than picking them, and allocate.
+        seen, counts = self.seen.numpy(), self.counts.numpy()
+        for token_id in ids:
+            seen[token_id] = True
+            counts[token_id] += 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -91,7 +91,7 @@ def test_a_chain_ends_behind_a_stop_id(checkpoint: Path) -> None:
 @pytest.mark.parametrize("max_draft", [0, 4])
 @pytest.mark.parametrize("num_slots", [1, 4])
 def test_a_window_allocates_no_tensor(checkpoint: Path, num_slots: int, max_draft: int) -> None:
-    engine = seated(checkpoint, [SAMPLED] * num_slots)
+    engine = seated(checkpoint, [SAMPLED, PENALIZED, BIASED, GREEDY][:num_slots])
     steps = [
         DecodeStep(slot=slot, max_draft=max_draft, spec_min_p=0.0) for slot in range(num_slots)
     ]
