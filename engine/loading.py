@@ -157,7 +157,7 @@ def load_part(config: EngineConfig, spec: ModelSpec, device: torch.device) -> Lo
     path = model_path(config.model)
     reason = why_not_compiled(config, spec, device)
     machine = machine_of(device)
-    num_threads = config.threads or default_threads()
+    num_threads = config.threads or default_threads(compiled=reason is None)
     torch.set_num_threads(num_threads)
     # Denormals in decayed states cost a hundred times a normal multiply and carry no information.
     torch.set_flush_denormal(True)

@@ -342,10 +342,14 @@ def _kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     return _KV_DTYPES[name]
 
 
-def default_threads() -> int:
-    """One core is left to the gateway: a thread that waits for a core holds up every other at each product."""
+def default_threads(*, compiled: bool) -> int:
+    """One core is left to the gateway: a thread that waits for a core holds up every other at each product.
+
+    The compiled step's threads take small tasks as they come, so of two cores it uses both.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, (cores or 1) - 1)
+    cores = cores or 1
+    return cores if compiled and cores <= 2 else max(1, cores - 1)
 
 
 def _cpu_has_bf16() -> bool:

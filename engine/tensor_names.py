@@ -118,15 +118,19 @@ def fused_experts(prefix: str, spec: ModelSpec) -> tuple[Part, Part]:
 
 def check_hash(checkpoint: Checkpoint, prefix: str, ple: PleSpec, index: int) -> None:
     """Stored hash constants must be the derived ones: other constants would gather wrong rows in silence."""
-    prefix = f"{prefix}ple_embedding."
-    derived: dict[str, Sequence[int]] = {
-        "layer_multipliers": ple.multipliers(index),
-        "ngram_heads_vocab_sizes": ple.head_vocab_sizes(index),
-        "ngram_heads_offsets": ple.head_offsets(index),
-    }
-    for name, values in derived.items():
-        if not checkpoint.has(prefix + name):
+    for name, values in hash_constants(prefix, ple, index).items():
+        if not checkpoint.has(name):
             continue
-        found = tuple(checkpoint.take_ids(prefix + name, (len(values),)).tolist())
+        found = tuple(checkpoint.take_ids(name, (len(values),)).tolist())
         if found != tuple(values):
-            raise WeightMismatch(f"{prefix}{name}: found {found}, required {tuple(values)}")
+            raise WeightMismatch(f"{name}: found {found}, required {tuple(values)}")
+
+
+def hash_constants(prefix: str, ple: PleSpec, index: int) -> dict[str, Sequence[int]]:
+    """What a checkpoint may store of a table's hash, by name; prefix: of the n-gram layer."""
+    prefix = f"{prefix}ple_embedding."
+    return {
+        f"{prefix}layer_multipliers": ple.multipliers(index),
+        f"{prefix}ngram_heads_vocab_sizes": ple.head_vocab_sizes(index),
+        f"{prefix}ngram_heads_offsets": ple.head_offsets(index),
+    }

@@ -154,7 +154,7 @@ def _step_lines(
     with closing(source):
         limits = limits_of(config, spec, has_gpu=device.type == "cuda")
         if device.type != "cuda":
-            return planned_lines(source, spec, limits, default_threads())
+            return planned_lines(source, spec, limits, default_threads(compiled=True))
         # Only here: Triton is there beside a CUDA build of torch alone.
         from engine.cuda.backend import planned_cuda_lines
 

@@ -15,7 +15,8 @@ import typer
 
 from engine.config import model_path
 from engine.geometry import model_tensors
-from engine.model_spec import spec_from_config
+from engine.model_spec import ModelSpec, spec_from_config
+from engine.tensor_names import hash_constants
 from engine.training.export import quantized_tensors, save_checkpoint
 
 _DOUBLED = (
@@ -44,12 +45,23 @@ def write(directory: Path, seed: int = 0) -> None:
         if file.suffix in (".json", ".jinja") and "safetensors" not in file.name:
             if file.name != "config.json":
                 shutil.copy(file, directory)
+    spec = spec_from_config(config, name="random")
     generator = torch.Generator().manual_seed(seed)
     tensors = {
         fact.name: torch.randn(fact.shape, generator=generator) * fact.shape[-1] ** -0.5
-        for fact in model_tensors(spec_from_config(config, name="random"))
+        for fact in model_tensors(spec)
     }
-    save_checkpoint(quantized_tensors(tensors), directory)
+    save_checkpoint(quantized_tensors(tensors | _hashes(spec)), directory)
+
+
+def _hashes(spec: ModelSpec) -> dict[str, torch.Tensor]:
+    """The constants of the n-gram hash, which transformers wants to find stored."""
+    assert spec.ple is not None
+    found: dict[str, torch.Tensor] = {}
+    for index, layer in enumerate(spec.ple.layer_ids):
+        constants = hash_constants(f"model.layers.{layer}.ple.", spec.ple, index)
+        found |= {name: torch.tensor(values) for name, values in constants.items()}
+    return found
 
 
 def main(directory: Annotated[Path, typer.Argument(help="New directory.")]) -> None:
