@@ -78,6 +78,7 @@ async def lose_a_stage(engine: EngineConfig, solo: Solo) -> list[int]:
     return [pid, stage]
 
 
+# Which processes are stages nobody outside the engine is told, so the test looks among its children.
 @pytest.mark.timeout(90)
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the stages' processes in /proc")
 async def test_a_lost_stage_is_a_crash_of_the_engine(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -21,9 +19,7 @@ from engine.interface import (
     WindowPlan,
 )
 from engine.loading import load_engine
-from scheduler.config import CacheConfig, SchedulerConfig
-from tests.gpu.conversing import converse
-from tests.property.schedules import TURN_ID, Server, Texts
+from tests.gpu.conversing import parking_changes_no_text
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
@@ -134,18 +130,7 @@ def test_the_scheduler_parks_and_restores_beside_running_windows() -> None:
         device="cuda", dtype="float32", max_context=1024, num_slots=2, threads=NUM_THREADS
     )
     engine = load_engine(config)
-    parking = SchedulerConfig(
-        turn_token_id=TURN_ID,
-        cache=CacheConfig(min_free_bytes=0, min_shared_tokens=64),
-        preempt_wait_s=0.3,
-        preempt_run_s=0.3,
-    )
-    plain = replace(parking, cache=CacheConfig(max_conversations=0))
-    texts = Texts(vocab_size=8000, system_tokens=1, user_tokens=90, max_tokens=40, max_prompt=900)
-    found = [converse(Server(engine, one), texts) for one in (parking, plain)]
-    assert found[0][0] == found[1][0]
-    assert found[0][1] > 500
-    assert found[1][1] == 0
+    parking_changes_no_text(engine)
     slabs = engine._parked._arena._slabs
     assert slabs and all(slab.is_pinned() for slab in slabs)
 

@@ -23,9 +23,7 @@ from engine.interface import (
     WindowPlan,
 )
 from engine.loading import load_engine
-from scheduler.config import CacheConfig, SchedulerConfig
-from tests.gpu.conversing import converse
-from tests.property.schedules import TURN_ID, Server, Texts
+from tests.gpu.conversing import parking_changes_no_text
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -129,18 +127,7 @@ def test_a_text_is_the_same_when_it_was_parked_and_restored_into_another_slot(
 def test_the_scheduler_parks_and_restores_beside_running_windows() -> None:
     """Follow-ups read the last answer again, so that parked or not their texts are the same."""
     engine = load_engine(replace(CONFIG, num_slots=2))
-    parking = SchedulerConfig(
-        turn_token_id=TURN_ID,
-        cache=CacheConfig(min_free_bytes=0, min_shared_tokens=64),
-        preempt_wait_s=0.3,
-        preempt_run_s=0.3,
-    )
-    plain = replace(parking, cache=CacheConfig(max_conversations=0))
-    texts = Texts(vocab_size=8000, system_tokens=1, user_tokens=90, max_tokens=40, max_prompt=900)
-    found = [converse(Server(engine, one), texts) for one in (parking, plain)]
-    assert found[0][0] == found[1][0]
-    assert found[0][1] > 500
-    assert found[1][1] == 0
+    parking_changes_no_text(engine)
 
 
 def test_a_slot_whose_logits_are_not_finite_fails_alone(engine: TorchEngine) -> None:
