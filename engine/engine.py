@@ -691,15 +691,10 @@ class TorchEngine:
         self, steps: Sequence[DecodeStep], chains: dict[int, list[Draft]], chain: DraftChain
     ) -> None:
         rows, ids, streams = self._pending_rows([step.slot for step in steps])
-        depths = range(max(step.max_draft for step in steps))
-        picks = [
-            [self._pick_row(self._sequence(step.slot), num_ahead=depth) for step in steps]
-            for depth in depths
-        ]
-        found = chain.chain(ids, streams, rows, picks, steps)
+        first = [self._pick_row(self._sequence(step.slot)) for step in steps]
+        found = chain.chain(ids, streams, rows, first, steps)
         for b, step in enumerate(steps):
-            for depth in depths:
-                drafted = found[depth]
+            for drafted in found:
                 if not self._extend(
                     step, chains[step.slot], drafted.ids[b], drafted.probabilities[b]
                 ):
@@ -856,16 +851,13 @@ class TorchEngine:
         if sequence.constraint is not None:
             sequence.constraint.commit(ids)
 
-    def _pick_row(
-        self, sequence: SlotSequence, drafts: Sequence[int] = (), *, num_ahead: int = 0
-    ) -> PickRow:
-        """The pick that follows the sequence's ids and these drafts, or so many that nobody asks for."""
+    def _pick_row(self, sequence: SlotSequence, drafts: Sequence[int] = ()) -> PickRow:
+        """The pick that follows the sequence's ids and these drafts."""
         constraint = sequence.constraint
-        num_between = len(drafts) + num_ahead
         return PickRow(
             params=sequence.params,
-            position=len(sequence.ids) + num_between,
-            num_output=sequence.num_output + num_between,
+            position=len(sequence.ids) + len(drafts),
+            num_output=sequence.num_output + len(drafts),
             history=sequence.history,
             drafts=tuple(drafts),
             limit=None if constraint is None else constraint.limit_after(drafts),

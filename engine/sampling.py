@@ -7,7 +7,7 @@ or on which drafts were tried. The draft layer picks with the same noise. Oracle
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -89,6 +89,12 @@ class PickRow:
     """Ids of this window between the committed ones and the token being picked."""
     limit: RowLimit | None = None
     """Ids that a grammar or a thinking budget leaves."""
+
+    def ahead(self, num_tokens: int) -> PickRow:
+        """The pick so many tokens later, if these change nothing but its place."""
+        return replace(
+            self, position=self.position + num_tokens, num_output=self.num_output + num_tokens
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -91,12 +91,12 @@ class DraftChain(Protocol):
         ids: Tensor,
         streams: Tensor,
         rows: Rows,
-        picks: Sequence[Sequence[PickRow]],
+        first: Sequence[PickRow],
         steps: Sequence[DecodeStep],
     ) -> list[Picks]:
-        """Write the cells of R rows, as DraftSteps.draft, and draft up to len(picks) tokens for each of their B slots.
+        """Write the cells of R rows, as DraftSteps.draft, and draft a chain for each of their B slots.
 
-        picks: by depth, then by slot; steps: whose gates may end a slot's chain, after which its picks mean nothing.
-        The caller cuts each chain where its gate says.
+        first: the B first picks; steps: the slots' longest chains and gates. Returns the picks by depth, as many as the
+        longest chain. A slot's may end at its gate, after which its picks mean nothing: the caller cuts it there.
         """
         ...

@@ -112,11 +112,12 @@ class CudaDraft:
         ids: Tensor,
         streams: Tensor,
         rows: Rows,
-        picks: Sequence[Sequence[PickRow]],
+        first: Sequence[PickRow],
         steps: Sequence[DecodeStep],
     ) -> list[Picks]:
         """See engine.steps.DraftChain. No chain ends early: the host learns of its drafts when all are made."""
-        del steps
+        depths = range(max(step.max_draft for step in steps))
+        picks = [[row.ahead(depth) for row in first] for depth in depths]
         return self.step.chain(ids, streams, rows.slots, rows.counts(), _starts(rows), picks)
 
 

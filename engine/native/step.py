@@ -320,16 +320,16 @@ class NativeChain:
         ids: Tensor,
         streams: Tensor,
         rows: Rows,
-        picks: Sequence[Sequence[PickRow]],
+        first: Sequence[PickRow],
         steps: Sequence[DecodeStep],
     ) -> list[Picks]:
         """See DraftChain."""
         step, pieces, most = self._step, window_pieces(rows), WINDOW_ROWS - 1
         count = len(pieces)
         alive: list[Any] = []
-        first = (abi.PickRow * count)(*(made_row(row, alive) for row in picks[0]))
+        made = (abi.PickRow * count)(*(made_row(row, alive) for row in first))
         gates = (abi.Gate * count)(
-            *(_gate(one, row, alive) for one, row in zip(steps, picks[0], strict=True))
+            *(_gate(one, row, alive) for one, row in zip(steps, first, strict=True))
         )
         found = (ctypes.c_int32 * (count * most))()
         probabilities = (ctypes.c_float * (count * most))()
@@ -340,7 +340,7 @@ class NativeChain:
             count,
             ids.data_ptr(),
             streams.data_ptr(),
-            first,
+            made,
             gates,
             self._num_token_ids,
             found,
@@ -348,7 +348,7 @@ class NativeChain:
         )
         return [
             Picks(ids=found[depth::most], probabilities=probabilities[depth::most])
-            for depth in range(len(picks))
+            for depth in range(max(step.max_draft for step in steps))
         ]
 
 

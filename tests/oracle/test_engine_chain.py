@@ -41,18 +41,17 @@ class HostChain:
         ids: Tensor,
         streams: Tensor,
         rows: Rows,
-        picks: Sequence[Sequence[PickRow]],
+        first: Sequence[PickRow],
         steps: Sequence[DecodeStep],
     ) -> list[Picks]:
-        del steps
         layer = self._engine._draft_layer
         assert layer is not None
         self.num_chains += 1
         found: list[Picks] = []
-        for chosen in picks:
+        for depth in range(max(step.max_draft for step in steps)):
             last = torch.tensor(rows.last_rows())
             logits, streams = layer.draft(ids, streams, rows, last, self._engine.state)
-            picked = self._engine._picker.pick(logits, chosen)
+            picked = self._engine._picker.pick(logits, [row.ahead(depth) for row in first])
             found.append(picked)
             ids = torch.tensor(picked.ids)
             starts = [position + 1 for position in rows.last_host_positions()]
