@@ -252,7 +252,7 @@ def spec_from_config(config: dict[str, Any], *, name: str) -> ModelSpec:
         num_streams=text.count("hc_count", 4),
         mix_rank=text.count("hc_lowrank", 320),
         norm_eps=text.number("rms_norm_eps", 1e-6),
-        max_position=text.count("max_position_embeddings", 262144),
+        max_position=text.count("max_position_embeddings"),
         num_draft_layers=text.count("mtp_num_hidden_layers", 0, minimum=0),
         gdn=_gdn(text),
         qsa=_qsa(text),
@@ -273,7 +273,10 @@ def spec_from_config(config: dict[str, Any], *, name: str) -> ModelSpec:
 
 
 class _Keys:
-    """Typed access to a config object; errors name the key, what was found and what is required."""
+    """Typed access to a config object; errors name the key, what was found and what is required.
+
+    A number that is left out has the default of the family's configuration class; null is not left out.
+    """
 
     def __init__(self, values: dict[str, Any]) -> None:
         self._values = values
@@ -282,16 +285,13 @@ class _Keys:
         return self._values.get(key)
 
     def count(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
-        value = self._values.get(key)
-        if value is None:
-            value = default
+        value = self._values.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise ConfigMismatch(f"{key}: found {value!r}, required an integer >= {minimum}")
         return value
 
-    def number(self, key: str, default: float) -> float:
-        value = self._values.get(key)
-        value = default if value is None else value
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self._values.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise ConfigMismatch(f"{key}: found {value!r}, required a number > 0")
         return float(value)
@@ -357,12 +357,18 @@ def _qsa(text: _Keys) -> QsaSpec:
         num_kv_heads=text.count("num_key_value_heads", 2),
         head_dim=head_dim,
         rotary_dim=int(head_dim * rope_keys.number("partial_rotary_factor", 1.0)),
-        rope_theta=rope_keys.number("rope_theta", 1e7),
+        rope_theta=rope_keys.number("rope_theta"),
         num_index_heads=text.count("indexer_n_heads"),
         index_dim=text.count("indexer_head_dim"),
         budget_tokens=text.count("indexer_budget"),
         block_tokens=text.count("indexer_compress_ratio"),
     )
+    draft = text.raw("mtp")
+    own_theta = draft.get("rope_theta") if isinstance(draft, dict) else None
+    if own_theta not in (None, spec.rope_theta):
+        raise ConfigMismatch(
+            f"mtp.rope_theta: found {own_theta!r}, required the trunk's {spec.rope_theta:g}"
+        )
     if text.count("indexer_kv_heads", 1) != 1:
         raise ConfigMismatch(
             f"indexer_kv_heads: found {text.raw('indexer_kv_heads')!r}, required 1"
@@ -420,7 +426,9 @@ def _ple(text: _Keys, num_layers: int) -> PleSpec | None:
         raise ConfigMismatch(f"eos_token_id: found {eos!r}, required an id (PLE hashes it)")
     spec = PleSpec(
         layer_ids=tuple(sorted({i - 1 for i in ids})),
-        embed_dim=text.count("ple_embed_dim", text.count("hidden_size")),
+        embed_dim=text.count(
+            "hidden_size" if text.raw("ple_embed_dim") is None else "ple_embed_dim"
+        ),
         ngram_size=text.count("ngram_size", 3, minimum=2),
         heads_per_ngram=text.count("heads_per_ngram", 8),
         vocab_base=text.count("ngram_vocab_size_base", 20_000_000),

@@ -39,7 +39,7 @@ SMALL: dict[str, Any] = {
     "make_ngram_vocab_size_divisible_by": 8,
     "split_ngram_parts": 2,
     "eos_token_id": 1,
-    "rope_parameters": {"partial_rotary_factor": 0.5},
+    "rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.5},
     "max_position_embeddings": 512,
     "mtp_num_hidden_layers": 1,
 }

@@ -17,7 +17,7 @@ from engine.errors import ConfigMismatch, PlanMismatch, PlanRefused
 from engine.loading import load_engine
 from engine.memory_plan import MIB, MemoryPlan, PlanLine, Step, make_plan
 from engine.model_spec import spec_from_config
-from engine.startup import StartupMarks, held_bytes
+from engine.startup import StartupMarks, allowed_bytes, held_bytes
 from engine.state import SlotState, state_shapes
 from tests.oracle.tiny import GRID, make_checkpoint
 from tests.random_weights import SMALL, write_checkpoint
@@ -122,7 +122,8 @@ def test_sessions_of_any_geometry_are_allocated_as_planned(
         "ple_embed_dim": 32,
         "ngram_vocab_size_base": 11,
         "eos_token_id": 1,
-        "rope_parameters": {"partial_rotary_factor": 0.5},
+        "rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.5},
+        "max_position_embeddings": 512,
     }
     spec = spec_from_config(json.loads(json.dumps({**base, **changes})), name="random")
     shapes = state_shapes(spec, num_slots=num_slots, max_context=max_context, kv_dtype=kv_dtype)
@@ -226,6 +227,25 @@ def test_a_start_that_takes_other_than_planned_is_refused(direction: int) -> Non
     assert held.numel()
 
 
+@pytest.mark.parametrize(
+    ("planned_mib", "allowed_mib"), [(1, 1), (50, 1), (100, 2), (3200, 64), (80_000, 64)]
+)
+def test_a_checkpoint_may_be_off_by_two_percent_and_by_64_mib(
+    planned_mib: int, allowed_mib: int
+) -> None:
+    assert allowed_bytes(planned_mib * MIB) == allowed_mib * MIB
+
+
+@pytest.mark.parametrize("direction", [1, -1], ids=["too large", "too small"])
+def test_three_percent_of_a_small_plan_are_too_much(direction: int) -> None:
+    line = PlanLine(name="weights", num_bytes=(100 + 3 * direction) * MIB, step=Step.WEIGHTS)
+    marks = StartupMarks(MemoryPlan(lines=(line,)))
+    held = torch.empty(100 * MIB, dtype=torch.uint8)
+    with pytest.raises(PlanMismatch, match=r"allowed is a difference of (2\.1|1\.9) MiB"):
+        marks.reach(Step.WEIGHTS)
+    assert held.numel()
+
+
 @pytest.mark.parametrize("kernels", ["compiled", "torch"])
 def test_a_prompt_chunk_beyond_the_context_is_planned_as_what_can_come(
     directory: Path, kernels: str
@@ -253,15 +273,15 @@ def test_a_model_without_an_attention_layer_starts_and_can_be_parked(directory: 
 
 def test_checkpoints_add_up_and_passing_buffers_count_again() -> None:
     lines = [
-        PlanLine(name=step.name, num_bytes=(MIB // 4) << i, step=step)
+        PlanLine(name=step.name, num_bytes=(MIB // 16) << i, step=step)
         for i, step in enumerate(Step)
     ]
     marks = StartupMarks(MemoryPlan(lines=tuple(lines)))
     marks.reach(Step.WEIGHTS)
-    marks.reach(Step.PROMPT, passing_bytes=2 * MIB)
-    marks.reach(Step.VERIFIER, passing_bytes=3 * MIB)
-    assert [4 * m.planned_bytes // MIB for m in marks.marks] == [1, 63, 127]
-    assert [m.actual_bytes // MIB for m in marks.marks[1:]] == [2, 5]
+    marks.reach(Step.PROMPT, passing_bytes=3 * MIB)
+    marks.reach(Step.VERIFIER, passing_bytes=4 * MIB)
+    assert [16 * m.planned_bytes // MIB for m in marks.marks] == [1, 63, 127]
+    assert [m.actual_bytes // MIB for m in marks.marks[1:]] == [3, 7]
 
 
 def test_a_plan_that_does_not_fit_gives_both_numbers_and_the_option() -> None:
@@ -280,7 +300,8 @@ def test_a_plan_that_does_not_fit_gives_both_numbers_and_the_option() -> None:
             "indexer_head_dim": 256,
             "indexer_budget": 16,
             "indexer_compress_ratio": 4,
-            "rope_parameters": {},
+            "rope_parameters": {"rope_theta": 1e7},
+            "max_position_embeddings": 512,
         },
         name="big",
     )

@@ -120,6 +120,20 @@ def _elements(shape: tuple[int, ...]) -> int:
         ({"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers: found 2, required 0 or 1"),
         ({"rms_norm_eps": 0}, "rms_norm_eps: found 0, required a number > 0"),
         ({"rope_parameters": None}, "rope_parameters: found None, required an object"),
+        ({"hc_lowrank": None}, "hc_lowrank: found None, required an integer >= 1"),
+        ({"rms_norm_eps": None}, "rms_norm_eps: found None, required a number > 0"),
+        (
+            {"rope_parameters": {**REAL["rope_parameters"], "rope_theta": None}},
+            "rope_theta: found None, required a number > 0",
+        ),
+        (
+            {"rope_parameters": {**REAL["rope_parameters"], "partial_rotary_factor": None}},
+            "partial_rotary_factor: found None, required a number > 0",
+        ),
+        (
+            {"mtp": {"rope_theta": 1e4}},
+            r"mtp\.rope_theta: found 10000\.0, required the trunk's 1e\+07",
+        ),
         (
             {"rope_parameters": {**REAL["rope_parameters"], "rope_type": "yarn"}},
             r"rope_parameters\.rope_type: found 'yarn'",
