@@ -22,7 +22,7 @@ from engine.memory_plan import SESSION, TIER_ONE, TIER_TWO, Step
 from engine.native.pick import NativePicker
 from engine.native.step import NativeChain, NativeDraft, NativeStep, NativeTrunk, planned_lines
 from engine.parked import ParkedStates
-from engine.parked_files import FileLayout, ParkedFiles
+from engine.parked_files import FileLayout, FilesDirectory, ParkedFiles
 from engine.sampling import Picker
 from engine.sources.opening import open_source, read_spec
 from engine.stages import StagedParked, StagedTrunk, Stages
@@ -98,8 +98,7 @@ def load_engine(
     spec = read_spec(model_path(config.model), config.parts)
     device = device_of(config.device)
     if config.num_groups == 1:
-        loaded = load_part(config, spec, device)
-        engine = assemble(config, spec, loaded, began)
+        loaded, engine = _load_whole(config, spec, device, began)
     else:
         loaded, engine = _load_stages(config, spec, device, began, on_lost)
     try:
@@ -111,6 +110,20 @@ def load_engine(
     if (line := low_memory_line(free_bytes(loaded.state.device), loaded.plan.cache)) is not None:
         _log.warning("%s", line)
     return engine
+
+
+def _load_whole(
+    config: EngineConfig, spec: ModelSpec, device: torch.device, began: float
+) -> tuple[Loaded, TorchEngine]:
+    """All layers on one device. A directory that cannot be used is refused before anything is loaded."""
+    directory = None if config.parked_dir is None else FilesDirectory(Path(config.parked_dir))
+    try:
+        loaded = load_part(config, spec, device)
+        return loaded, assemble(config, spec, loaded, began, directory=directory)
+    except BaseException:
+        if directory is not None:
+            directory.close()
+        raise
 
 
 def _load_stages(
@@ -187,10 +200,11 @@ def assemble(
     loaded: Loaded,
     began: float,
     stages: Stages | None = None,
+    directory: FilesDirectory | None = None,
 ) -> TorchEngine:
     """The engine around what was loaded since `began` (time.perf_counter). Raises FilesUnusable.
 
-    spec: of the whole model; stages: the others, if this is one of several.
+    spec: of the whole model; stages: the others, if this is one of several; directory: of conversation files.
     """
     plan = loaded.plan
     others = () if stages is None else stages.memory_plan()
@@ -225,14 +239,14 @@ def assemble(
         info=info,
         parked=parked,
         stages=stages,
-        files=_open_files(config, info, parked),
+        files=None if directory is None else _open_files(directory, config, info, parked),
     )
 
 
-def _open_files(config: EngineConfig, info: EngineInfo, parked: ParkedStates) -> ParkedFiles | None:
-    """The directory of conversation files, if there is to be one. Raises FilesUnusable."""
-    if config.parked_dir is None:
-        return None
+def _open_files(
+    directory: FilesDirectory, config: EngineConfig, info: EngineInfo, parked: ParkedStates
+) -> ParkedFiles:
+    """The conversation files of a directory. Raises FilesUnusable."""
     decisive = (
         *(torch.__version__, info.dtype, info.device.partition(":")[0], info.kernels),
         *(info.kv_dtype, config.exact, info.chunk_tokens, info.max_context),
@@ -243,7 +257,7 @@ def _open_files(config: EngineConfig, info: EngineInfo, parked: ParkedStates) ->
         block_bytes=parked.page_bytes,
         blocks_per_checkpoint=parked.blocks_per_checkpoint,
     )
-    return ParkedFiles(Path(config.parked_dir), layout)
+    return ParkedFiles(directory, layout)
 
 
 def _load_native_step(

@@ -62,21 +62,37 @@ class Finished:
     marks: tuple[FileMark, ...] = ()
 
 
+class FilesDirectory:
+    """A directory of conversation files, made if needed, proved to be writable, and locked until it is closed.
+
+    By itself, so that a start can claim it before it loads a model.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises FilesUnusable."""
+        self.path = path
+        self._lock = _take(path)
+
+    def close(self) -> None:
+        """Leave it to others."""
+        self._lock.close()
+
+
 class ParkedFiles:
     """Conversation files of one engine. The engine's thread calls it; the bytes move in a thread of its own."""
 
-    def __init__(self, directory: Path, layout: FileLayout) -> None:
-        """Raises FilesUnusable."""
-        self._directory = directory
+    def __init__(self, directory: FilesDirectory, layout: FileLayout) -> None:
+        """Owns the directory from here on. Raises FilesUnusable."""
+        self._claim = directory
+        self._directory = directory.path
         self._layout = layout
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._finished: queue.SimpleQueue[Finished] = queue.SimpleQueue()
         self._paths: dict[str, Path] = {}
-        self._lock = _take(directory)
         try:
             self.kept = self._scan()
         except OSError as error:
-            raise _unusable(directory, error) from error
+            raise _unusable(self._directory, error) from error
         self._thread = threading.Thread(target=self._work, name="files", daemon=True)
         self._thread.start()
 
@@ -84,7 +100,7 @@ class ParkedFiles:
         """Let what has begun finish for a moment; what has not is not done."""
         self._jobs.put(None)
         self._thread.join(_CLOSE_S)
-        self._lock.close()
+        self._claim.close()
 
     def delete(self, file_id: str) -> None:
         """Delete a file, behind all earlier work."""

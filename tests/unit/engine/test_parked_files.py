@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from engine import parked_file
-from engine.errors import FilesUnusable
+from engine import loading, parked_file
+from engine.config import EngineConfig
+from engine.errors import FilesUnusable, WeightMismatch
 from engine.fingerprint import model_fingerprint
 from engine.interface import KeptCheckpoint, ReadFile, WriteFile
-from engine.parked_files import FileLayout, Finished, ParkedFiles
+from engine.parked_files import FileLayout, FilesDirectory, Finished, ParkedFiles
 
 BLOCK_BYTES = 320
 LAYOUT = FileLayout(fingerprint=b"m" * 16, block_bytes=BLOCK_BYTES, blocks_per_checkpoint=2)
@@ -54,7 +55,7 @@ def read(files: ParkedFiles, order: ReadFile) -> tuple[Finished, list[bytes]]:
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
     """A directory with one file."""
-    files = ParkedFiles(tmp_path, LAYOUT)
+    files = ParkedFiles(FilesDirectory(tmp_path), LAYOUT)
     assert write(files)
     files.close()
     return tmp_path
@@ -66,7 +67,7 @@ def only_file(directory: Path) -> Path:
 
 
 def test_what_was_written_is_read_after_a_restart(written: Path) -> None:
-    files = ParkedFiles(written, LAYOUT)
+    files = ParkedFiles(FilesDirectory(written), LAYOUT)
     (kept,) = files.kept
     assert (kept.file_id, kept.checkpoints) == ("abc", KEYS)
     assert kept.num_bytes == only_file(written).stat().st_size
@@ -93,7 +94,7 @@ def test_a_truncated_file_is_refused_at_the_start(
     written: Path, keep: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     os.truncate(only_file(written), keep)
-    files = ParkedFiles(written, LAYOUT)
+    files = ParkedFiles(FilesDirectory(written), LAYOUT)
     assert files.kept == ()
     assert list(written.glob("*.parked")) == []
     assert "is refused and deleted" in caplog.text
@@ -109,14 +110,14 @@ def test_a_file_that_cannot_be_deleted_is_told(
         raise PermissionError(errno.EPERM, "not permitted", str(path))
 
     monkeypatch.setattr(Path, "unlink", denied)
-    assert ParkedFiles(written, LAYOUT).kept == ()
+    assert ParkedFiles(FilesDirectory(written), LAYOUT).kept == ()
     assert "cannot be deleted and stays" in caplog.text
 
 
 @pytest.mark.parametrize("offset", [0, 13, 30, 100])
 def test_a_flipped_byte_in_the_header_is_found_at_the_start(written: Path, offset: int) -> None:
     damage(only_file(written), offset)
-    files = ParkedFiles(written, LAYOUT)
+    files = ParkedFiles(FilesDirectory(written), LAYOUT)
     assert files.kept == ()
     files.close()
 
@@ -126,7 +127,7 @@ def test_a_flipped_byte_in_a_block_is_found_when_it_is_read(
     written: Path, block: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     damage(only_file(written), 4096 + block * BLOCK_BYTES + 17)
-    files = ParkedFiles(written, LAYOUT)
+    files = ParkedFiles(FilesDirectory(written), LAYOUT)
     assert len(files.kept) == 1
     finished, _ = read(files, WHOLE)
     assert not finished.done.ok
@@ -139,7 +140,7 @@ def test_a_flipped_byte_in_a_block_is_found_when_it_is_read(
 
 
 def test_a_file_that_shrank_behind_our_back_is_refused(written: Path) -> None:
-    files = ParkedFiles(written, LAYOUT)
+    files = ParkedFiles(FilesDirectory(written), LAYOUT)
     os.truncate(only_file(written), 5000)
     assert not read(files, WHOLE)[0].done.ok
     files.close()
@@ -150,7 +151,7 @@ def test_a_file_of_another_model_is_never_used(
 ) -> None:
     caplog.set_level(logging.INFO)
     other = FileLayout(fingerprint=b"n" * 16, block_bytes=BLOCK_BYTES, blocks_per_checkpoint=2)
-    files = ParkedFiles(written, other)
+    files = ParkedFiles(FilesDirectory(written), other)
     (kept,) = files.kept
     assert kept.checkpoints == ()
     assert f"of model {b'm'.hex() * 16}, required {b'n'.hex() * 16}" in caplog.text
@@ -170,7 +171,7 @@ def test_a_file_of_another_version_is_never_used(
     data = bytearray(path.read_bytes())
     struct.pack_into("<I", data, 8, 2)
     path.write_bytes(data)
-    files = ParkedFiles(written, LAYOUT)
+    files = ParkedFiles(FilesDirectory(written), LAYOUT)
     assert [kept.checkpoints for kept in files.kept] == [()]
     assert "version 2, required 1" in caplog.text
     files.close()
@@ -180,7 +181,7 @@ def test_a_file_of_another_version_is_never_used(
 def test_a_copy_under_another_name_takes_no_files_place(written: Path, name: str) -> None:
     whole = only_file(written)
     (written / name).write_bytes(whole.read_bytes())
-    files = ParkedFiles(written, LAYOUT)
+    files = ParkedFiles(FilesDirectory(written), LAYOUT)
     found = {kept.file_id: kept.checkpoints for kept in files.kept}
     assert found == {"abc": KEYS, name.removesuffix(".parked"): ()}
     files.delete(name.removesuffix(".parked"))
@@ -194,7 +195,7 @@ def test_folders_and_links_do_not_stop_the_start(
 ) -> None:
     (written / f"folder{suffix}").mkdir()
     (written / f"broken{suffix}").symlink_to(written / "nowhere")
-    files = ParkedFiles(written, LAYOUT)
+    files = ParkedFiles(FilesDirectory(written), LAYOUT)
     files.close()
     assert [kept.file_id for kept in files.kept] == ["abc"]
     assert caplog.text.count("is left alone: it is not a regular file") == 2
@@ -208,7 +209,7 @@ def test_a_full_disk_leaves_nothing_behind(
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    files = ParkedFiles(tmp_path, LAYOUT)
+    files = ParkedFiles(FilesDirectory(tmp_path), LAYOUT)
     with monkeypatch.context() as patch:
         patch.setattr(parked_file.os, "fsync", full)
         assert not write(files)
@@ -236,7 +237,7 @@ def test_a_crash_before_the_renaming_leaves_nothing(
                 written / "other.parked", header, [memoryview(b) for b in BLOCKS]
             )
     assert (written / "other.part").stat().st_size == path.stat().st_size
-    files = ParkedFiles(written, LAYOUT)
+    files = ParkedFiles(FilesDirectory(written), LAYOUT)
     assert [kept.file_id for kept in files.kept] == ["abc"]
     assert not list(written.glob("*.part"))
     files.close()
@@ -245,21 +246,21 @@ def test_a_crash_before_the_renaming_leaves_nothing(
 def test_a_directory_that_cannot_be_written_stops_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(FilesUnusable, match=r"--conversation-cache-dir .*/file/dir: Not a dir"):
-        ParkedFiles(tmp_path / "file" / "dir", LAYOUT)
+        FilesDirectory(tmp_path / "file" / "dir")
     with pytest.raises(FilesUnusable, match=r"--conversation-cache-dir /proc/"):
-        ParkedFiles(Path("/proc/parked"), LAYOUT)
+        FilesDirectory(Path("/proc/parked"))
 
 
 def test_two_servers_do_not_share_a_directory(tmp_path: Path) -> None:
-    files = ParkedFiles(tmp_path, LAYOUT)
+    files = ParkedFiles(FilesDirectory(tmp_path), LAYOUT)
     with pytest.raises(FilesUnusable, match="another server uses it"):
-        ParkedFiles(tmp_path, LAYOUT)
+        FilesDirectory(tmp_path)
     files.close()
-    ParkedFiles(tmp_path, LAYOUT).close()
+    ParkedFiles(FilesDirectory(tmp_path), LAYOUT).close()
 
 
 def test_those_used_last_come_last(written: Path) -> None:
-    files = ParkedFiles(written, LAYOUT)
+    files = ParkedFiles(FilesDirectory(written), LAYOUT)
     for file_id in ("b", "c"):
         order = WriteFile(file_id=file_id, checkpoints=KEYS, checkpoint_ids=(5, 6), page_ids=(1, 2))
         files.write(order, CELLS, [memoryview(block) for block in BLOCKS], nothing)
@@ -268,7 +269,7 @@ def test_those_used_last_come_last(written: Path) -> None:
         os.utime(written / f"6d6d6d6d-{name}.parked", (number, number))
     assert read(files, WHOLE)[0].done.ok
     files.close()
-    files = ParkedFiles(written, LAYOUT)
+    files = ParkedFiles(FilesDirectory(written), LAYOUT)
     assert [kept.file_id for kept in files.kept] == ["b", "c", "abc"]
     files.close()
 
@@ -293,3 +294,24 @@ def test_the_fingerprint_of_a_file_is_of_its_shards_too(tmp_path: Path) -> None:
     assert model_fingerprint(first, ()) == before
     second.write_bytes(b"c")
     assert model_fingerprint(first, ()) != before
+
+
+def test_a_start_claims_the_directory_before_it_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[object] = []
+
+    def fail(*_: object) -> None:
+        loaded.append(None)
+        raise WeightMismatch("damaged")
+
+    monkeypatch.setattr(loading, "load_part", fail)
+    config = EngineConfig(device="cpu", parked_dir=str(tmp_path))
+    taken = FilesDirectory(tmp_path)
+    with pytest.raises(FilesUnusable, match="another server uses it"):
+        loading.load_engine(config)
+    assert not loaded
+    taken.close()
+    with pytest.raises(WeightMismatch, match="damaged"):
+        loading.load_engine(config)
+    FilesDirectory(tmp_path).close()  # a start that failed has let go of it
