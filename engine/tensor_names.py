@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from engine.errors import WeightMismatch
+from engine.geometry import DRAFT_PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -14,8 +15,6 @@ if TYPE_CHECKING:
 
 Part = tuple[str, tuple[int, ...]]
 """Name and shape of a stored tensor."""
-
-DRAFT_PREFIX = "mtp."
 
 
 def elsewhere(trunk: str, spec: ModelSpec, *, with_draft: bool) -> tuple[str, ...]:

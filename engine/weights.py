@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import WeightMismatch
+from engine.geometry import DRAFT_PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,6 +32,7 @@ class Checkpoint:
         self.source = source
         self._names = frozenset(source.names())
         self._used: set[str] = set()
+        self._has_draft = any(name.startswith(DRAFT_PREFIX) for name in self._names)
         try:
             self.trunk = self._find_prefix()
         except BaseException:
@@ -61,10 +63,12 @@ class Checkpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Stored shape of a tensor. Raises WeightMismatch if there is none."""
+        self._require_draft(name)
         return self.source.shape(name)
 
     def dtype(self, name: str) -> torch.dtype:
-        """int8 when `take_codes` has an answer, else the dtype of `take`."""
+        """int8 when `take_codes` has an answer, else the dtype of `take`. Raises WeightMismatch if there is none."""
+        self._require_draft(name)
         return self.source.dtype(name)
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -133,6 +137,14 @@ class Checkpoint:
             raise WeightMismatch(
                 f"{len(left)} tensors left over: found {shown}{' ...' if len(left) > 5 else ''}, "
                 "required none beyond the model's own"
+            )
+
+    def _require_draft(self, name: str) -> None:
+        """Instead of naming one of its many tensors, say what a draft layer that is not there leaves to do."""
+        if name.startswith(DRAFT_PREFIX) and not self._has_draft:
+            raise WeightMismatch(
+                f"{self.source.where}: found no draft layer ({name}), required by the model's config: "
+                "name one with --mtp DIR, or serve without drafts with --no-mtp"
             )
 
     def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:

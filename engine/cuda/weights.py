@@ -15,9 +15,10 @@ from engine.cuda.ple import PleWeights
 from engine.cuda.qsa import QsaWeights
 from engine.cuda.quant import Packed4, pack4
 from engine.cuda.residual import ResidualWeights
+from engine.geometry import DRAFT_PREFIX
 from engine.layers.rotary import RotaryTable
 from engine.state import key_capacity
-from engine.tensor_names import DRAFT_PREFIX, elsewhere
+from engine.tensor_names import elsewhere
 
 if TYPE_CHECKING:
     from engine.cuda.random_model import RandomTensors

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader
 
 from engine.errors import WeightMismatch
@@ -31,12 +32,23 @@ def shard_paths(path: Path) -> list[Path]:
     return paths
 
 
+class _WholeReader(GGUFReader):
+    """The library's reader slices beyond the end of a file without a word; then numpy complains of a shape."""
+
+    # Internal in the library, with a note that it may change: if it does, numpy's words come back.
+    def _get(self, offset: Any, dtype: Any, count: Any = 1, override_order: Any = None) -> Any:
+        required = int(offset) + int(np.dtype(dtype).itemsize) * int(count)
+        if required > len(self.data):
+            raise ValueError(f"found {len(self.data)} bytes, required at least {required}")
+        return super()._get(offset, dtype, count, override_order)
+
+
 def read_gguf(path: Path) -> GGUFReader:
     """Header and tensor list of one file. Raises WeightMismatch for a missing or broken one."""
     if not path.is_file():
         raise WeightMismatch(f"{path}: found no such file, required a GGUF file")
     try:
-        return GGUFReader(path)
+        return _WholeReader(path)
     # The library checks little of its own: a broken file ends in whatever numpy says of it.
     except (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError) as error:
         if isinstance(error, ValueError) and GGMLQuantizationType.__name__ in str(error):

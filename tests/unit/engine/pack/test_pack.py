@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from engine.config import model_path
+from engine.config import EngineConfig, model_path
 from engine.errors import EngineError, WeightMismatch
+from engine.loading import load_engine
 from engine.pack.budget import pack_budget, total
 from engine.pack.draft import parse_dense, parse_format
 from engine.pack.index import IndexRow, Kind, PackFile
@@ -231,6 +233,16 @@ def test_a_missing_table_is_named(file: str, default_pack: Path, tmp_path: Path)
     (directory / file).unlink()
     with pytest.raises(WeightMismatch, match=rf"{file}: cannot be read"):
         open_pack(directory, read_spec(directory))
+
+
+def test_a_pack_without_its_draft_layer_says_what_to_do(default_pack: Path, tmp_path: Path) -> None:
+    directory = copied(default_pack, tmp_path)
+    shutil.rmtree(directory / "mtp")
+    for kernels in ("torch", "compiled"):
+        config = EngineConfig(model=str(directory), device="cpu", max_context=64, kernels=kernels)
+        with pytest.raises(WeightMismatch, match=r"found no draft layer .*--mtp DIR.*--no-mtp"):
+            load_engine(config)
+        load_engine(replace(config, max_draft=0)).close()
 
 
 def test_tables_that_leave_tensors_elsewhere_are_named(default_pack: Path, tmp_path: Path) -> None:
