@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 import engine.tensor_names as names
-from engine.errors import ConfigMismatch
 from engine.experts import (
     ExpertPool,
     ExpertProducts,
@@ -30,12 +29,12 @@ from engine.linear import ItemProducts, KernelReport, RowLinear
 from engine.memory_plan import Step, experts_are_dense
 from engine.model import DecoderLayer, Trunk
 from engine.mtp import DraftLayer
-from engine.ple_table import DirectRows, MappedRows, RamTable, StoredTable
+from engine.ple_table import RamTable, stored_table
 from engine.state import key_capacity
 
 if TYPE_CHECKING:
     from engine.model_spec import ModelSpec
-    from engine.ple_table import PleTable, RowReader
+    from engine.ple_table import PleTable
     from engine.startup import StartupMarks
     from engine.startup_plan import ExpertSplit
     from engine.weights import Checkpoint
@@ -342,22 +341,13 @@ class ModelLoader:
 
     def _table(self, parts: list[names.Part]) -> PleTable:
         """The n-gram table [rows, head dim], from one tensor or from equal shards."""
-        shape = (parts[0][1][0], parts[0][1][1])
         if self._ple_io != "ram":
-            pieces = [self._stored_rows(name, shape) for name, _ in parts]
-            return StoredTable(pieces, shape[0], self._dtype)
+            return stored_table(self._checkpoint, parts, self._ple_io, self._dtype)
+        shape = (parts[0][1][0], parts[0][1][1])
         table = torch.empty(shape[0] * len(parts), shape[1], dtype=self._dtype)
         for part, (name, _) in zip(table.split(shape[0]), parts, strict=True):
             part.copy_(self._checkpoint.take(name, shape))
         return RamTable(table)
-
-    def _stored_rows(self, name: str, shape: tuple[int, int]) -> RowReader:
-        stored = self._checkpoint.take_rows(name, shape)
-        if stored is None:
-            raise ConfigMismatch(
-                f"--ple-io {self._ple_io}: the rows of {name} do not lie by themselves in its file; give ram"
-            )
-        return MappedRows(stored) if self._ple_io == "mmap" else DirectRows(stored)
 
     def _norm(self, name: str, width: int, *, group: int | None = None) -> ZeroCentredNorm:
         weight = self._tensor(name, (width,), dtype=torch.float32)

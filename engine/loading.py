@@ -270,11 +270,11 @@ def _load_native_step(
 ) -> Loaded:
     """The compiled CPU step; all its weights are read at once, so the later checkpoints find nothing new."""
     limits = limits_of(config, spec, has_gpu=False)
-    lines = planned_lines(checkpoint.source, spec, limits, num_threads)
+    lines = planned_lines(checkpoint.source, spec, limits, num_threads, config.ple_io)
     plan = plan_start(config, spec, machine, torch.float32, step_lines=lines)
     marks = StartupMarks(plan.memory)
     state = _new_state(plan, torch.device("cpu"))
-    step = NativeStep(checkpoint, spec, state, limits, num_threads)
+    step = NativeStep(checkpoint, spec, state, limits, num_threads, config.ple_io)
     _reach_loaded(marks)
     picker = NativePicker(num_token_ids, spec.vocab_size)
     return Loaded(

@@ -22,6 +22,8 @@ from engine.sources.mapped import MappedFile
 
 if TYPE_CHECKING:
     from engine.sources.base import StoredRows
+    from engine.tensor_names import Part
+    from engine.weights import Checkpoint
 
 Fetched = Callable[[], Tensor]
 """Waits for the rows: [n, head dim]."""
@@ -152,3 +154,24 @@ class StoredTable:
             found[at] = values.to(self._dtype)
         assert found is not None
         return found
+
+
+def stored_table(
+    checkpoint: Checkpoint, parts: Sequence[Part], ple_io: str, dtype: torch.dtype
+) -> StoredTable:
+    """The table that stays in a checkpoint's files: one tensor, or equal shards of it.
+
+    ple_io: mmap or direct; dtype: what rows are given as. Raises ConfigMismatch where rows cannot be read that way.
+    """
+    shape = parts[0][1]
+    pieces = [_reader(checkpoint, name, shape, ple_io) for name, shape in parts]
+    return StoredTable(pieces, shape[0], dtype)
+
+
+def _reader(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], ple_io: str) -> RowReader:
+    stored = checkpoint.take_rows(name, shape)
+    if stored is None:
+        raise ConfigMismatch(
+            f"--ple-io {ple_io}: the rows of {name} do not lie by themselves in its file; give ram"
+        )
+    return MappedRows(stored) if ple_io == "mmap" else DirectRows(stored)

@@ -51,6 +51,20 @@ class NgramHash:
         return torch.cat(parts, dim=-1) + self._offsets
 
 
+class HashedRows:
+    """A layer's table outside of what computes: rows by the ids they are hashed from."""
+
+    __slots__ = ("_hash", "_table")
+
+    def __init__(self, spec: PleSpec, index: int, table: PleTable) -> None:
+        self._hash = NgramHash(spec, index, torch.device("cpu"))
+        self._table = table
+
+    def fetch(self, ids: Tensor) -> Fetched:
+        """Begin to read the rows of ids int64 [R, context + 1], on the CPU: [R * heads, head dim]."""
+        return self._table.fetch(self._hash.rows(ids).flatten())
+
+
 class PleLayer:
     """One PLE injection; `index` is its counter among the PLE layers.
 

@@ -220,13 +220,16 @@ STAGES = ("start", "PLE", "GDN", "QSA", "MoE", "head")
 """What a probe tells apart: of a layer its n-gram embedding, its mixer and its experts, each with its residual."""
 
 
+RowsOf = ctypes.CFUNCTYPE(c_void_p, c_int)
+"""Rows of the index-th n-gram table for a call's ids, waited for where they are used; NULL when they failed."""
+
 _CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "sources": (c_char_p, ()),
     "scratch_floats": (c_int64, (POINTER(Model), c_int, c_int)),
     "open": (c_void_p, (POINTER(Model), POINTER(State), c_int, c_int, c_void_p)),
     "close": (None, (c_void_p,)),
     "probe": (None, (c_void_p, c_void_p, c_void_p)),
-    "trunk": (None, (c_void_p, POINTER(Piece), c_int, c_int, c_void_p, c_int, c_void_p)),
+    "trunk": (None, (c_void_p, POINTER(Piece), c_int, c_int, c_void_p, c_int, RowsOf, c_void_p)),
     "logits": (None, (c_void_p, c_void_p, c_int, c_void_p)),
     "commit": (None, (c_void_p, POINTER(Kept), c_int, c_void_p)),
     "draft_cells": (None, (c_void_p, POINTER(Piece), c_int, c_void_p, c_void_p)),

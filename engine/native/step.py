@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from engine.config import EngineConfig
     from engine.interface import DecodeStep
+    from engine.layers.ple import HashedRows
     from engine.model_spec import ModelSpec
     from engine.native.pick import NativePicker
     from engine.sampling import PickRow
@@ -52,18 +53,16 @@ def why_unsupported(config: EngineConfig, spec: ModelSpec, device: torch.device)
         return f"it computes in float32, not in {config.dtype}"
     if config.expert_cache is not None or config.expert_profile is not None:
         return "it keeps every expert in memory, without tiers"
-    if config.ple_io != "ram":
-        return f"it keeps the n-gram table in memory, without --ple-io {config.ple_io}"
     if spec.gdn.value_dim % _LANES:
         return f"linear_value_head_dim: found {spec.gdn.value_dim}, required a multiple of {_LANES}"
     return abi.why_unavailable()
 
 
 def planned_lines(
-    source: TensorSource, spec: ModelSpec, limits: Limits, num_threads: int
+    source: TensorSource, spec: ModelSpec, limits: Limits, num_threads: int, ple_io: str
 ) -> tuple[PlanLine, ...]:
     """What a step will take beside the slots' state: weights as stored, buffers, a call's results. Loads nothing."""
-    held = _planned_parts(source, spec, limits, num_threads)
+    held = _planned_parts(source, spec, limits, num_threads, ple_io)
     rows = limits.piece_tokens
     ids = rows * 8 * (1 + (spec.ple.ngram_size if spec.ple else 1))
     streams = rows * spec.stream_width * FP32_BYTES + ids
@@ -74,13 +73,13 @@ def planned_lines(
 
 
 def _planned_parts(
-    source: TensorSource, spec: ModelSpec, limits: Limits, num_threads: int
+    source: TensorSource, spec: ModelSpec, limits: Limits, num_threads: int, ple_io: str
 ) -> dict[str, int]:
     """What a step will hold, by part."""
     keeper = Keeper()
     capacity = key_capacity(limits.max_context)
     numbers = geometry(spec, num_slots=limits.num_slots, capacity=capacity)
-    planner = NativePlanner(Checkpoint(source), spec, keeper)
+    planner = NativePlanner(Checkpoint(source), spec, keeper, ple_io)
     model = planner.load(numbers, None, with_draft=limits.max_draft > 0)
     for _ in ("cos", "sin"):
         keeper.count("rotary tables", capacity * spec.qsa.rotary_dim * 4)
@@ -108,12 +107,17 @@ class NativeStep:
         state: SlotState,
         limits: Limits,
         num_threads: int,
+        ple_io: str = "ram",
     ) -> None:
-        """Raises WeightMismatch, or EngineError when threads or memory are refused."""
+        """ple_io: where the n-gram tables lie.
+
+        Raises WeightMismatch, ConfigMismatch for tables that cannot be read there, or EngineError when threads or
+        memory are refused.
+        """
         self.spec = spec
         self.max_rows = max_rows = most_rows(limits)
         self.library = abi.Library(abi.LIBRARY)
-        planned = _planned_parts(checkpoint.source, spec, limits, num_threads)
+        planned = _planned_parts(checkpoint.source, spec, limits, num_threads, ple_io)
         self._keeper = Keeper(sum(planned.values()))
         rotary = RotaryTable(
             rotary_dim=spec.qsa.rotary_dim,
@@ -123,8 +127,9 @@ class NativeStep:
             device=state.device,
         )
         numbers = geometry(spec, num_slots=limits.num_slots, capacity=state.capacity)
-        loader = NativeLoader(checkpoint, spec, self._keeper)
+        loader = NativeLoader(checkpoint, spec, self._keeper, ple_io)
         self._model = loader.load(numbers, rotary, with_draft=limits.max_draft > 0)
+        self.tables: Sequence[HashedRows] = tuple(loader.tables)
         self._state = _state(state)
         num_floats = self.library.scratch_floats(ctypes.byref(self._model), max_rows, num_threads)
         scratch = self._buffer(1, num_floats)
@@ -239,16 +244,52 @@ class NativeTrunk:
         """Fills streams [R, S*H]."""
         step = self._step
         ids = ids.contiguous()
-        step.library.trunk(
-            step.handle,
-            (abi.Piece * len(pieces))(*pieces),
-            len(pieces),
-            int(keeps_all),
-            ids.data_ptr(),
-            ids.shape[1] - 1,
-            streams.data_ptr(),
-        )
+        with _Reads(step.tables, ids) as rows_of:
+            step.library.trunk(
+                step.handle,
+                (abi.Piece * len(pieces))(*pieces),
+                len(pieces),
+                int(keeps_all),
+                ids.data_ptr(),
+                ids.shape[1] - 1,
+                rows_of,
+                streams.data_ptr(),
+            )
         return streams
+
+
+_NO_ROWS = abi.RowsOf()
+
+
+class _Reads:
+    """Rows of tables on the disk, asked for when the ids are known and waited for in the layer that needs them.
+
+    A context manager around the call that needs them; what failed in a read is raised when the call has returned.
+    """
+
+    def __init__(self, tables: Sequence[HashedRows], ids: Tensor) -> None:
+        self._fetched = [table.fetch(ids) for table in tables]
+        self._held: list[Tensor] = []
+        self._error: Exception | None = None
+
+    def __enter__(self) -> Any:
+        """Null without such tables: the step then finds its rows itself."""
+        self._called = abi.RowsOf(self._rows) if self._fetched else _NO_ROWS
+        return self._called
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None and self._error is not None:
+            raise self._error
+
+    def _rows(self, index: int) -> int | None:
+        # An exception would end here, printed and forgotten, with the step left to compute with nothing.
+        try:
+            rows = self._fetched[index]().contiguous()
+        except Exception as error:
+            self._error = error
+            return None
+        self._held.append(rows)
+        return rows.data_ptr()
 
 
 class NativeDraft:

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 import engine.tensor_names as names
+from engine.layers.ple import HashedRows
 from engine.native import abi
+from engine.ple_table import stored_table
 from engine.state import RING_ROWS, WINDOW_ROWS
 
 if TYPE_CHECKING:
@@ -108,10 +110,15 @@ class Keeper:
 class NativeLoader:
     """Builds an abi.Model from an open checkpoint. One use."""
 
-    def __init__(self, checkpoint: Checkpoint, spec: ModelSpec, keeper: Keeper) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, spec: ModelSpec, keeper: Keeper, ple_io: str = "ram"
+    ) -> None:
+        """ple_io: where the n-gram tables lie; unless in `ram`, `tables` are what reads them."""
         self._checkpoint = checkpoint
         self._spec = spec
         self._keeper = keeper
+        self._ple_io = ple_io
+        self.tables: list[HashedRows] = []
 
     # Values
 
@@ -301,8 +308,8 @@ class NativeLoader:
         assert ple is not None
         width = spec.stream_width
         self._check_hash(prefix, index)
-        table, scale, kind = self._rows(
-            names.ple_table(self._checkpoint, prefix, ple, index), "ple table"
+        table, scale, kind = self._table(
+            names.ple_table(self._checkpoint, prefix, ple, index), index
         )
         return abi.Ple(
             key_value=self._matrix(names.ple_key_value(prefix, spec, ple), "ple"),
@@ -323,6 +330,18 @@ class NativeLoader:
             conv_width=ple.conv_width,
             index=index,
         )
+
+    def _table(self, parts: Sequence[names.Part], index: int) -> tuple[int | None, int | None, int]:
+        """As `_rows`; nothing of a table that stays on the disk."""
+        if self._ple_io == "ram":
+            return self._rows(parts, "ple table")
+        self._leave(parts, index)
+        return None, None, abi.KIND_F32
+
+    def _leave(self, parts: Sequence[names.Part], index: int) -> None:
+        assert self._spec.ple is not None
+        table = stored_table(self._checkpoint, parts, self._ple_io, torch.float32)
+        self.tables.append(HashedRows(self._spec.ple, index, table))
 
     def _check_hash(self, prefix: str, index: int) -> None:
         assert self._spec.ple is not None
@@ -372,6 +391,9 @@ class NativePlanner(NativeLoader):
         if kind == abi.KIND_I8:
             self._keeper.count(part, sum(math.prod(shape[:-1]) for shape in shapes) * 4)
         return None, None, kind
+
+    def _leave(self, parts: Sequence[names.Part], index: int) -> None:
+        del parts, index
 
     def _check_hash(self, prefix: str, index: int) -> None:
         del prefix, index

@@ -113,6 +113,7 @@ def plan(
     config = EngineConfig(
         model=model,
         parts=parts,
+        device=device,
         dtype=dtype,
         kv=kv,
         num_slots=batch,
@@ -124,21 +125,29 @@ def plan(
         vram_reserve_mib=vram_reserve_mib,
         ple_io=ple_io or "ram",
     )
-    dtype_held = dtype_of(dtype, has_gpu=machine.has_gpu)
+    other_gpu = machine.has_gpu and vram_mib is not None
     try:
-        lines = None
-        if not machine.has_gpu:
-            lines = _step_lines(config, spec, torch.device("cpu"))
-        elif vram_mib is None:
-            lines = _step_lines(config, spec, device_of(device))
-        if lines is not None:
-            dtype_held = torch.bfloat16 if machine.has_gpu else torch.float32
-        found = plan_start(config, spec, machine, dtype_held, step_lines=lines)
+        found = _planned(config, spec, machine, other_gpu=other_gpu)
     except PlanRefused:
         if ple_io is not None or not ssd or spec.ple is None:
             raise
-        found = plan_start(replace(config, ple_io="direct"), spec, machine, dtype_held)
+        found = _planned(replace(config, ple_io="direct"), spec, machine, other_gpu=other_gpu)
     typer.echo(report(found, machine, conversation_cache_mib))
+
+
+def _planned(
+    config: EngineConfig, spec: ModelSpec, machine: Machine, *, other_gpu: bool
+) -> StartPlan:
+    """other_gpu: a GPU that is described by options, and planned for the torch layers."""
+    lines = None
+    if not machine.has_gpu:
+        lines = _step_lines(config, spec, torch.device("cpu"))
+    elif not other_gpu:
+        lines = _step_lines(config, spec, device_of(config.device))
+    dtype = dtype_of(config.dtype, has_gpu=machine.has_gpu)
+    if lines is not None:
+        dtype = torch.bfloat16 if machine.has_gpu else torch.float32
+    return plan_start(config, spec, machine, dtype, step_lines=lines)
 
 
 def _step_lines(
@@ -154,7 +163,8 @@ def _step_lines(
     with closing(source):
         limits = limits_of(config, spec, has_gpu=device.type == "cuda")
         if device.type != "cuda":
-            return planned_lines(source, spec, limits, default_threads(compiled=True))
+            threads = default_threads(compiled=True)
+            return planned_lines(source, spec, limits, threads, config.ple_io)
         # Only here: Triton is there beside a CUDA build of torch alone.
         from engine.cuda.backend import planned_cuda_lines
 

@@ -34,7 +34,7 @@ def knows_direct_reads(directory: Path) -> bool:
     return True
 
 
-def logits(checkpoint: Path, ple_io: str, dtype: str) -> torch.Tensor:
+def logits(checkpoint: Path, ple_io: str, dtype: str, kernels: str = "torch") -> torch.Tensor:
     engine = load_engine(
         EngineConfig(
             model=str(checkpoint),
@@ -45,7 +45,7 @@ def logits(checkpoint: Path, ple_io: str, dtype: str) -> torch.Tensor:
             chunk_tokens=16,
             max_draft=0,
             ple_io=ple_io,
-            kernels="torch",  # one arithmetic for all three
+            kernels=kernels,
         )
     )
     assert ("ple table" in {i.name for i in engine.info.memory_plan}) == (ple_io == "ram")
@@ -63,8 +63,11 @@ def with_int8_table(checkpoint: Path) -> Path:
     return checkpoint
 
 
+@pytest.mark.parametrize("kernels", ["torch", "compiled"])
 @pytest.mark.parametrize("form", ["whole", "shards", "int8", "pack of int8"])
-def test_the_three_ways_give_the_same_bits(checkpoints: Models, tmp_path: Path, form: str) -> None:
+def test_the_three_ways_give_the_same_bits(
+    checkpoints: Models, tmp_path: Path, form: str, kernels: str
+) -> None:
     match form:
         case "shards":
             checkpoint = checkpoints.checkpoint("gqa3_gdn2", with_mtp=False)
@@ -75,16 +78,30 @@ def test_the_three_ways_give_the_same_bits(checkpoints: Models, tmp_path: Path, 
             pack(str(with_int8_table(write_checkpoint(tmp_path / "small", SMALL))), checkpoint)
         case _:
             checkpoint = write_checkpoint(tmp_path / "small", SMALL)
-    dtype = "bfloat16" if form == "whole" else "float32"
-    expected = logits(checkpoint, "ram", dtype)
-    assert torch.equal(logits(checkpoint, "mmap", dtype), expected)
+    dtype = "bfloat16" if form == "whole" and kernels == "torch" else "float32"
+    expected = logits(checkpoint, "ram", dtype, kernels)
+    assert torch.equal(logits(checkpoint, "mmap", dtype, kernels), expected)
     if knows_direct_reads(checkpoint):
-        assert torch.equal(logits(checkpoint, "direct", dtype), expected)
+        assert torch.equal(logits(checkpoint, "direct", dtype, kernels), expected)
         return
     with pytest.raises(
         ConfigMismatch, match="--ple-io direct: .* required a file system with O_DIRECT"
     ):
-        logits(checkpoint, "direct", dtype)
+        logits(checkpoint, "direct", dtype, kernels)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "compiled"])
+def test_a_read_that_fails_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: str
+) -> None:
+    checkpoint = write_checkpoint(tmp_path / "small", SMALL)
+
+    def fail(*_: object) -> torch.Tensor:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(MappedRows, "read", fail)
+    with pytest.raises(OSError, match="the disk is gone"):
+        logits(checkpoint, "mmap", "float32", kernels)
 
 
 def rows_file(directory: Path, num_rows: int, width: int) -> tuple[StoredRows, torch.Tensor]:

@@ -145,6 +145,10 @@ typedef struct {
     int64_t per_thread; /* floats of scores each thread has */
 } Scratch;
 
+/* Rows [R][heads * head_dim] of the index-th n-gram table for a call's ids, from a table that Python reads. Waits until
+ * they are there; NULL when they could not be read, which Python raises when the call returns. */
+typedef const float *(*RowsOf)(int index);
+
 typedef struct {
     const Model *model;
     State *state;
@@ -154,6 +158,7 @@ typedef struct {
     /* This call's rows. */
     const Piece *pieces;
     int32_t num_pieces, num_rows;
+    RowsOf rows_of; /* NULL: tables are in memory */
     /* A prompt piece is kept as it is read; of a window only the first rows are, later, by commit. */
     int32_t keeps_all;
     /* What instruments want to know, NULL without one: see stratagate_probe. counted is the running layer's part. */

@@ -122,8 +122,14 @@ void ple_layer(Step *step, const Ple *ple, float *streams, const int64_t *ids, i
     const Geometry *g = &step->model->geometry;
     int64_t width = (int64_t)g->num_streams * g->hidden;
     Context c = {step, ple, streams, ids, context, step->state->ple_rows - g->window_rows};
-    pool_run(step->pool, embed_row, &c, step->num_rows);
-    product(step->pool, &ple->key_value, (Rows){step->scratch.projected, 0, ple->key_value.k},
+    const float *embedded = step->scratch.projected;
+    if (step->rows_of)
+        embedded = step->rows_of(ple->index);
+    else
+        pool_run(step->pool, embed_row, &c, step->num_rows);
+    if (!embedded)
+        return;
+    product(step->pool, &ple->key_value, (Rows){(float *)embedded, 0, ple->key_value.k},
             (Rows){step->scratch.wide, 0, width + g->hidden}, step->num_rows);
     pool_run(step->pool, gate_row, &c, step->num_rows);
     pool_run(step->pool, conv_row, &c, step->num_rows);

@@ -164,13 +164,15 @@ static void embed(const Model *model, float *out, int64_t id) {
     gather(out, model->embedding, model->embedding_scale, model->embedding_kind, id, model->geometry.hidden);
 }
 
-/* ids [R, context + 1], each row's id last, earlier ids before it -> streams [R, W] after the last layer. */
+/* ids [R, context + 1], each row's id last, earlier ids before it -> streams [R, W] after the last layer. rows_of: see
+ * model.h. */
 EXPORT void stratagate_trunk(Step *step, const Piece *pieces, int num_pieces, int keeps_all, const int64_t *ids,
-                             int context, float *streams) {
+                             int context, RowsOf rows_of, float *streams) {
     const Model *model = step->model;
     const Geometry *g = &model->geometry;
     stages_begin(step);
     begin(step, pieces, num_pieces, keeps_all);
+    step->rows_of = rows_of;
     for (int row = 0; row < step->num_rows; row++) {
         float *to = streams + row * width_of(g);
         embed(model, to, ids[(int64_t)row * (context + 1) + context]);
