@@ -67,7 +67,8 @@ class EngineConfig:
     parked_dir: str | None = None
     """Directory for conversation files; None keeps none."""
     kernels: str = "auto"
-    """auto, compiled (C on a CPU, Triton kernels on a GPU; refused where they cannot run) or torch."""
+    """auto, compiled (C on a CPU, Triton kernels on a GPU), portable (the C step without AMX) or torch; compiled and
+    portable are refused where they cannot run."""
     num_groups: int = 1
     """Slot groups whose windows pass through as many stages, each with a device of its own and a run of the layers."""
     exact: bool = True

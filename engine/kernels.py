@@ -22,8 +22,9 @@ def why_not_compiled(config: EngineConfig, spec: ModelSpec, device: torch.device
     """
     if config.kernels == "torch":
         return "--kernels torch"
-    step = cuda if device.type == "cuda" else native
+    asked = config.kernels in ("compiled", native.PORTABLE)
+    step = cuda if device.type == "cuda" and config.kernels != native.PORTABLE else native
     reason = step.why_unsupported(config, spec, device)
-    if config.kernels == "compiled" and reason is not None:
-        raise ConfigMismatch(f"--kernels compiled: {reason}")
+    if asked and reason is not None:
+        raise ConfigMismatch(f"--kernels {config.kernels}: {reason}")
     return reason

@@ -20,7 +20,14 @@ from engine.kernels import why_not_compiled
 from engine.loader import ModelLoader
 from engine.memory_plan import SESSION, TIER_ONE, TIER_TWO, Step
 from engine.native.pick import NativePicker
-from engine.native.step import NativeChain, NativeDraft, NativeStep, NativeTrunk, planned_lines
+from engine.native.step import (
+    NativeChain,
+    NativeDraft,
+    NativeStep,
+    NativeTrunk,
+    planned_lines,
+    uses_tiles,
+)
 from engine.parked import ParkedStates
 from engine.parked_files import FileLayout, FilesDirectory, ParkedFiles
 from engine.sampling import Picker
@@ -270,11 +277,12 @@ def _load_native_step(
 ) -> Loaded:
     """The compiled CPU step; all its weights are read at once, so the later checkpoints find nothing new."""
     limits = limits_of(config, spec, has_gpu=False)
-    lines = planned_lines(checkpoint.source, spec, limits, num_threads, config.ple_io)
+    tiles, ple_io = uses_tiles(config), config.ple_io
+    lines = planned_lines(checkpoint.source, spec, limits, num_threads, ple_io, tiles=tiles)
     plan = plan_start(config, spec, machine, torch.float32, step_lines=lines)
     marks = StartupMarks(plan.memory)
     state = _new_state(plan, torch.device("cpu"))
-    step = NativeStep(checkpoint, spec, state, limits, num_threads, config.ple_io)
+    step = NativeStep(checkpoint, spec, state, limits, num_threads, ple_io, tiles=tiles)
     _reach_loaded(marks)
     picker = NativePicker(num_token_ids, spec.vocab_size)
     return Loaded(
@@ -283,7 +291,7 @@ def _load_native_step(
         chain=NativeChain(step, picker) if plan.with_draft else None,
         picker=picker,
         state=state,
-        kernels="compiled step",
+        kernels="compiled step, int8 products in AMX tiles" if tiles else "compiled step",
         reads_as_decodes=True,
         plan=plan,
         marks=marks,

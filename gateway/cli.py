@@ -199,7 +199,7 @@ def serve(
         str,
         _option(
             "--kernels",
-            "auto, compiled (C on a CPU, Triton kernels on a GPU) or torch.",
+            "auto, compiled (C on a CPU, Triton kernels on a GPU), portable (C without AMX) or torch.",
             choice(KERNELS),
             "NAME",
         ),

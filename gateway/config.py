@@ -36,7 +36,7 @@ LOG_FORMATS = ("text", "json")
 RESUMES = {"auto": None, "exact": False, "fast": True}
 """Whether decoded state is resumed; None leaves it to what the engine says of itself."""
 DTYPES = ("auto", "float32", "bfloat16")
-KERNELS = ("auto", "compiled", "torch")
+KERNELS = ("auto", "compiled", "portable", "torch")
 KV_TYPES = ("auto", "fp32", "bf16", "int8")
 _KEY_NAME_LIMIT = 64
 

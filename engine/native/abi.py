@@ -24,7 +24,11 @@ from engine.native.build import LIBRARY, sources_hash
 
 PANEL = 16
 """Rows of a weight that lie side by side."""
-KIND_F32, KIND_BF16, KIND_I8 = 0, 1, 2
+KIND_F32, KIND_BF16, KIND_I8, KIND_TILES = 0, 1, 2, 3
+TILE_QUAD = 4
+"""Values of k that lie side by side in a weight of KIND_TILES."""
+MAX_TILE_K = 131_071
+"""Of a weight of KIND_TILES: longer sums might not fit 32 bits."""
 _ADVICE = f"run `{sys.executable} -m engine.native.build`, which needs a C compiler or the package ziglang"
 _NEEDED_FLAGS = ("avx2", "fma")
 """What the library is compiled for on x86-64, beside what every such processor has."""
@@ -62,6 +66,7 @@ class Geometry(Structure):
         ),
         *_ints("num_experts num_active expert_dim shared_dim normalize"),
         *_ints("num_slots capacity ring_rows window_rows"),
+        ("tiles", c_int32),
     )
 
 
@@ -225,6 +230,9 @@ RowsOf = ctypes.CFUNCTYPE(c_void_p, c_int)
 
 _CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "sources": (c_char_p, ()),
+    "tiles": (c_int, ()),
+    "product": (None, (POINTER(Matrix), c_void_p, c_int, c_void_p, c_void_p)),
+    "product_floats": (c_int64, (POINTER(Matrix), c_int)),
     "scratch_floats": (c_int64, (POINTER(Model), c_int, c_int)),
     "open": (c_void_p, (POINTER(Model), POINTER(State), c_int, c_int, c_void_p)),
     "close": (None, (c_void_p,)),
@@ -252,6 +260,9 @@ class Library:
     """The loaded library; one attribute a call."""
 
     sources: Any
+    tiles: Any
+    product: Any
+    product_floats: Any
     scratch_floats: Any
     open: Any
     close: Any
@@ -288,6 +299,11 @@ def why_unavailable() -> str | None:
     if found != sources_hash():
         return f"{LIBRARY.name} was compiled from other sources: {_ADVICE}"
     return None
+
+
+def has_tiles() -> bool:
+    """Whether this processor multiplies int8 weights in tiles (AMX) and the system lets this process do so."""
+    return bool(Library(LIBRARY).tiles())
 
 
 def processor_flags() -> frozenset[str]:

@@ -1,7 +1,8 @@
 """The compiled CPU step behind the interfaces of engine.model.Trunk and engine.mtp.DraftLayer.
 
 Tensors stay torch's: the step gets addresses of the slots' state and of inputs and outputs. A row's arithmetic is one
-fixed chain of operations, the same for windows of any company and for prompt pieces, so exactness needs no probing.
+fixed chain of operations, or exact sums of integers, the same for windows of any company and for prompt pieces, so
+exactness needs no probing.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 
 SCRATCH = "step scratch"
 """Name of the plan's line for the buffers of windows and prompt pieces."""
+PORTABLE = "portable"
+"""The choice of kernels that computes alike on every processor that the library is compiled for."""
 _LANES = 8
 
 
@@ -58,11 +61,22 @@ def why_unsupported(config: EngineConfig, spec: ModelSpec, device: torch.device)
     return abi.why_unavailable()
 
 
+def uses_tiles(config: EngineConfig) -> bool:
+    """Whether int8 weights are multiplied in a processor's tiles (AMX), which is other arithmetic than without."""
+    return config.kernels != PORTABLE and abi.has_tiles()
+
+
 def planned_lines(
-    source: TensorSource, spec: ModelSpec, limits: Limits, num_threads: int, ple_io: str
+    source: TensorSource,
+    spec: ModelSpec,
+    limits: Limits,
+    num_threads: int,
+    ple_io: str,
+    *,
+    tiles: bool,
 ) -> tuple[PlanLine, ...]:
     """What a step will take beside the slots' state: weights as stored, buffers, a call's results. Loads nothing."""
-    held = _planned_parts(source, spec, limits, num_threads, ple_io)
+    held = _planned_parts(source, spec, limits, num_threads, ple_io, tiles=tiles)
     rows = limits.piece_tokens
     ids = rows * 8 * (1 + (spec.ple.ngram_size if spec.ple else 1))
     streams = rows * spec.stream_width * FP32_BYTES + ids
@@ -73,13 +87,19 @@ def planned_lines(
 
 
 def _planned_parts(
-    source: TensorSource, spec: ModelSpec, limits: Limits, num_threads: int, ple_io: str
+    source: TensorSource,
+    spec: ModelSpec,
+    limits: Limits,
+    num_threads: int,
+    ple_io: str,
+    *,
+    tiles: bool,
 ) -> dict[str, int]:
     """What a step will hold, by part."""
     keeper = Keeper()
     capacity = key_capacity(limits.max_context)
-    numbers = geometry(spec, num_slots=limits.num_slots, capacity=capacity)
-    planner = NativePlanner(Checkpoint(source), spec, keeper, ple_io)
+    numbers = geometry(spec, num_slots=limits.num_slots, capacity=capacity, tiles=tiles)
+    planner = NativePlanner(Checkpoint(source), spec, keeper, ple_io, tiles=tiles)
     model = planner.load(numbers, None, with_draft=limits.max_draft > 0)
     for _ in ("cos", "sin"):
         keeper.count("rotary tables", capacity * spec.qsa.rotary_dim * 4)
@@ -108,8 +128,10 @@ class NativeStep:
         limits: Limits,
         num_threads: int,
         ple_io: str = "ram",
+        *,
+        tiles: bool,
     ) -> None:
-        """ple_io: where the n-gram tables lie.
+        """ple_io: where the n-gram tables lie; tiles: see `uses_tiles`.
 
         Raises WeightMismatch, ConfigMismatch for tables that cannot be read there, or EngineError when threads or
         memory are refused.
@@ -117,7 +139,7 @@ class NativeStep:
         self.spec = spec
         self.max_rows = max_rows = most_rows(limits)
         self.library = abi.Library(abi.LIBRARY)
-        planned = _planned_parts(checkpoint.source, spec, limits, num_threads, ple_io)
+        planned = _planned_parts(checkpoint.source, spec, limits, num_threads, ple_io, tiles=tiles)
         self._keeper = Keeper(sum(planned.values()))
         rotary = RotaryTable(
             rotary_dim=spec.qsa.rotary_dim,
@@ -126,8 +148,8 @@ class NativeStep:
             dtype=torch.float32,
             device=state.device,
         )
-        numbers = geometry(spec, num_slots=limits.num_slots, capacity=state.capacity)
-        loader = NativeLoader(checkpoint, spec, self._keeper, ple_io)
+        numbers = geometry(spec, num_slots=limits.num_slots, capacity=state.capacity, tiles=tiles)
+        loader = NativeLoader(checkpoint, spec, self._keeper, ple_io, tiles=tiles)
         self._model = loader.load(numbers, rotary, with_draft=limits.max_draft > 0)
         self.tables: Sequence[HashedRows] = tuple(loader.tables)
         self._state = _state(state)

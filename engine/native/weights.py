@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 KINDS = {torch.float32: abi.KIND_F32, torch.bfloat16: abi.KIND_BF16, torch.int8: abi.KIND_I8}
 
 
-_VALUE_BYTES = {abi.KIND_F32: 4, abi.KIND_BF16: 2, abi.KIND_I8: 1}
+_VALUE_BYTES = {abi.KIND_F32: 4, abi.KIND_BF16: 2, abi.KIND_I8: 1, abi.KIND_TILES: 1}
 
 ALIGNMENT = 64
 """Bytes: every tensor begins with a cache line."""
@@ -111,13 +111,23 @@ class NativeLoader:
     """Builds an abi.Model from an open checkpoint. One use."""
 
     def __init__(
-        self, checkpoint: Checkpoint, spec: ModelSpec, keeper: Keeper, ple_io: str = "ram"
+        self,
+        checkpoint: Checkpoint,
+        spec: ModelSpec,
+        keeper: Keeper,
+        ple_io: str = "ram",
+        *,
+        tiles: bool,
     ) -> None:
-        """ple_io: where the n-gram tables lie; unless in `ram`, `tables` are what reads them."""
+        """ple_io: where the n-gram tables lie; unless in `ram`, `tables` are what reads them.
+
+        tiles: int8 weights are packed for a tile unit.
+        """
         self._checkpoint = checkpoint
         self._spec = spec
         self._keeper = keeper
         self._ple_io = ple_io
+        self._tiles = tiles
         self.tables: list[HashedRows] = []
 
     # Values
@@ -163,18 +173,24 @@ class NativeLoader:
         return self._matrices(parts, 1, part)[0]
 
     def _matrices(self, parts: Sequence[names.Part], count: int, part: str) -> list[abi.Matrix]:
-        """Joined parts [count, n, k] -> as many weights, packed as [count, panels, k, PANEL]."""
+        """Joined parts [count, n, k] -> as many weights, packed as `pack` does."""
         values, scale = self._stored(parts)
         values = values.view(count, -1, values.shape[-1])
+        kind = self._packed_kind(KINDS[values.dtype], values.shape[2])
+        packed = pack(values, kind)
         missing = -values.shape[1] % abi.PANEL
-        padded = torch.nn.functional.pad(values, (0, 0, 0, missing))
-        packed = padded.unflatten(1, (-1, abi.PANEL)).transpose(2, 3)
         data = self._keeper.pointer(packed, part)
         scales = None
         if scale is not None:
             by_row = torch.nn.functional.pad(scale.view(count, -1), (0, missing))
             scales = self._keeper.pointer(by_row, part)
-        return _addressed(values, data, packed.numel() * packed.element_size() // count, scales)
+        stride_bytes = packed.numel() * packed.element_size() // count
+        return _addressed(values, kind, data, stride_bytes, scales)
+
+    def _packed_kind(self, kind: int, k: int) -> int:
+        """How a weight that is stored as `kind` is packed."""
+        tiles = self._tiles and kind == abi.KIND_I8 and k <= abi.MAX_TILE_K
+        return abi.KIND_TILES if tiles else kind
 
     def _rows(self, parts: Sequence[names.Part], part: str) -> tuple[int | None, int | None, int]:
         """A table that is gathered, as stored: data, scale, kind."""
@@ -376,12 +392,14 @@ class NativePlanner(NativeLoader):
         return self._keeper.count(part, 8 * len(values))
 
     def _matrices(self, parts: Sequence[names.Part], count: int, part: str) -> list[abi.Matrix]:
-        kind, shapes = self._kind(parts), [shape for _, shape in parts]
+        stored, shapes = self._kind(parts), [shape for _, shape in parts]
         k = shapes[0][-1]
+        kind = self._packed_kind(stored, k)
         n = sum(math.prod(shape) for shape in shapes) // (k * count)
         padded = count * (n + -n % abi.PANEL)
-        self._keeper.count(part, padded * k * _VALUE_BYTES[kind])
-        if kind == abi.KIND_I8:
+        padded_k = k + (-k % abi.TILE_QUAD if kind == abi.KIND_TILES else 0)
+        self._keeper.count(part, padded * padded_k * _VALUE_BYTES[kind])
+        if stored == abi.KIND_I8:
             self._keeper.count(part, padded * 4)
         return [abi.Matrix(kind=kind, n=n, k=k)] * count
 
@@ -402,8 +420,16 @@ class NativePlanner(NativeLoader):
         del ignore
 
 
+def pack(values: Tensor, kind: int) -> Tensor:
+    """[count, n, k] -> [count, panels, k, PANEL], for KIND_TILES [count, panels, k / 4, PANEL, 4]; zero padded."""
+    quad = abi.TILE_QUAD if kind == abi.KIND_TILES else 1
+    missing = (0, -values.shape[2] % quad, 0, -values.shape[1] % abi.PANEL)
+    padded = torch.nn.functional.pad(values, missing)
+    return padded.unflatten(2, (-1, quad)).unflatten(1, (-1, abi.PANEL)).transpose(2, 3)
+
+
 def _addressed(
-    values: Tensor, data: int, stride_bytes: int, scales: int | None
+    values: Tensor, kind: int, data: int, stride_bytes: int, scales: int | None
 ) -> list[abi.Matrix]:
     """Weights [E, n, k] that lie packed behind one another."""
     count, n, k = values.shape
@@ -412,7 +438,7 @@ def _addressed(
         abi.Matrix(
             data=data + i * stride_bytes,
             scale=None if scales is None else scales + i * padded_bytes,
-            kind=KINDS[values.dtype],
+            kind=kind,
             n=n,
             k=k,
         )
@@ -420,8 +446,8 @@ def _addressed(
     ]
 
 
-def geometry(spec: ModelSpec, *, num_slots: int, capacity: int) -> abi.Geometry:
-    """The numbers that the compiled step needs; capacity: K/V cells of a slot."""
+def geometry(spec: ModelSpec, *, num_slots: int, capacity: int, tiles: bool) -> abi.Geometry:
+    """The numbers that the compiled step needs; capacity: K/V cells of a slot; tiles: see NativeLoader."""
     gdn, qsa, moe = spec.gdn, spec.qsa, spec.moe
     return abi.Geometry(
         hidden=spec.hidden,
@@ -453,4 +479,5 @@ def geometry(spec: ModelSpec, *, num_slots: int, capacity: int) -> abi.Geometry:
         capacity=capacity,
         ring_rows=RING_ROWS,
         window_rows=WINDOW_ROWS,
+        tiles=int(tiles),
     )

@@ -38,6 +38,7 @@ class Floor:
     """Mean seconds of a window of `num_rows` rows and of its stages; `stages` were timed in windows of their own."""
 
     device: str
+    kernels: str
     num_rows: int
     num_layers: int
     window_s: float
@@ -56,6 +57,7 @@ class Floor:
             (
                 f"{name} floor layers+head {total:.3f} ms per window of {self.num_rows} rows -> "
                 f"{1000 * self.num_rows / total:.2f} rows/s of {name} work",
+                f"{'':11} {self.kernels}",
                 f"{layers:11.3f} ms layers ({self.num_layers})",
                 f"{layers / self.num_layers:11.3f} ms per layer",
                 f"{head:11.3f} ms LM head",
@@ -85,7 +87,7 @@ def floor(
         str, word_option("--dtype", "Of weights.", ("auto", "float32", "bfloat16"))
     ] = "auto",
     kernels: Annotated[
-        str, word_option("--kernels", "Which layers.", ("auto", "compiled", "torch"))
+        str, word_option("--kernels", "Which layers.", ("auto", "compiled", "portable", "torch"))
     ] = "auto",
     threads: Annotated[int | None, number_option("--threads", "CPU threads.", 1, 1024)] = None,
 ) -> None:
@@ -131,6 +133,7 @@ def measure_floor(engine: TorchEngine, *, rows: int, position: int, windows: int
     stages, num_layers = _stages(engine, ids, layout, windows)
     return Floor(
         device=engine.info.device,
+        kernels=engine.info.kernels,
         num_rows=num_slots * rows,
         num_layers=num_layers,
         window_s=whole_s,

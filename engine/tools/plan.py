@@ -24,7 +24,7 @@ from engine.memory_plan import (
     experts_are_dense,
     num_pairs,
 )
-from engine.native.step import planned_lines
+from engine.native.step import planned_lines, uses_tiles
 from engine.sources.opening import open_source, read_spec
 from engine.startup import free_bytes, free_host_bytes
 from engine.startup_plan import (
@@ -164,7 +164,9 @@ def _step_lines(
         limits = limits_of(config, spec, has_gpu=device.type == "cuda")
         if device.type != "cuda":
             threads = default_threads(compiled=True)
-            return planned_lines(source, spec, limits, threads, config.ple_io)
+            return planned_lines(
+                source, spec, limits, threads, config.ple_io, tiles=uses_tiles(config)
+            )
         # Only here: Triton is there beside a CUDA build of torch alone.
         from engine.cuda.backend import planned_cuda_lines
 

@@ -178,17 +178,17 @@ static void head_task(void *context, int task, int thread) {
 }
 
 /* scratch.mixed [R, H] -> scratch.head_out [R, H]. */
-void gdn_layer(Step *step, const Gdn *gdn, int index) {
+void gdn_layer(Step *step, const Gdn *gdn, int index, Input input) {
     Context c = context_of(step, gdn, index);
     const Geometry *g = &step->model->geometry;
     Scratch *scratch = &step->scratch;
-    Rows mixed = {scratch->mixed, 0, g->hidden};
-    product(step->pool, &gdn->in, mixed, (Rows){scratch->projected, 0, c.projected}, step->num_rows);
-    product(step->pool, &gdn->gates, mixed, (Rows){scratch->projected + gdn->in.n, 0, c.projected}, step->num_rows);
+    product(step->pool, &gdn->in, input, (Rows){scratch->projected, 0, c.projected}, step->num_rows);
+    product(step->pool, &gdn->gates, input, (Rows){scratch->projected + gdn->in.n, 0, c.projected}, step->num_rows);
     pool_run(step->pool, conv_row, &c, step->num_rows);
     keep_conv_rows(&c);
     pool_run(step->pool, head_task, &c, step->num_pieces * g->value_heads);
-    product(step->pool, &gdn->out, (Rows){scratch->mixer_out, 0, c.value_channels},
+    Rows out = {scratch->mixer_out, 0, c.value_channels};
+    product(step->pool, &gdn->out, input_of(step->pool, scratch->digits, out, c.value_channels, step->num_rows),
             (Rows){scratch->head_out, 0, g->hidden}, step->num_rows);
 }
 

@@ -19,6 +19,7 @@ typedef struct {
     int32_t num_experts, num_active, expert_dim, shared_dim, normalize;
     /* State */
     int32_t num_slots, capacity, ring_rows, window_rows;
+    int32_t tiles; /* whether any weight is of KIND_TILES */
 } Geometry;
 
 /* down: [rank, W]; up: [W, rank]; inject: [S, W], none (n = 0) in a final mixer; norm: 1 + w, [W]. */
@@ -141,6 +142,7 @@ typedef struct {
     float *streams, *normed, *mixed, *inject, *down, *wide, *projected, *mixer_out, *heads, *scores;
     float *expert_out, *route_weights, *head_out;
     float *chain_logits, *chain_streams, *chain_work;
+    float *digits, *shared_digits; /* of a product's input and of the shared expert's hidden rows; NULL without tiles */
     int32_t *route_ids, *cells, *lists, *row_piece;
     int64_t per_thread; /* floats of scores each thread has */
 } Scratch;
@@ -174,15 +176,16 @@ enum { STAGE_START, STAGE_PLE, STAGE_GDN, STAGE_QSA, STAGE_MOE, STAGE_HEAD };
 EXPORT void stratagate_pick(const float *logits, int n, int num_ids, const PickRow *rows, int num_rows, float *work,
                             int32_t *ids, float *probabilities, uint8_t *finite);
 
-void residual_read(Step *step, const Residual *residual, const float *streams, int num_rows);
+Input residual_read(Step *step, const Residual *residual, const float *streams, int num_rows);
 void residual_write(Step *step, float *streams, const float *out, int num_rows);
-void gdn_layer(Step *step, const Gdn *gdn, int index);
+/* input: what residual_read returned, scratch.mixed [R, H]. */
+void gdn_layer(Step *step, const Gdn *gdn, int index, Input input);
 void gdn_commit(Step *step, int slot, int num_rows);
-void qsa_layer(Step *step, const Qsa *qsa);
+void qsa_layer(Step *step, const Qsa *qsa, Input input);
 /* Writes the rows' cells and leaves their queries in scratch; attend reads them for the listed flat rows. */
-void qsa_project(Step *step, const Qsa *qsa);
+void qsa_project(Step *step, const Qsa *qsa, Input input);
 void qsa_attend(Step *step, const Qsa *qsa, const int32_t *rows, int num_rows);
-void moe_layer(Step *step, const Moe *moe, int num_rows);
+void moe_layer(Step *step, const Moe *moe, Input input, int num_rows);
 void ple_layer(Step *step, const Ple *ple, float *streams, const int64_t *ids, int context);
 void gather(float *out, const void *table, const float *scale, int kind, int64_t row, int width);
 

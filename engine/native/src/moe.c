@@ -1,10 +1,13 @@
 /* Mixture of experts (model.md 1.6): each expert that any row selected is read once, for all its rows. */
 #include "model.h"
 #include "simd.h"
+#include "tiles.h"
 
 typedef struct {
     Step *step;
     const Moe *moe;
+    Input input;
+    Digits shared;
     int32_t projected;
     /* Rows sorted by expert: [R * k] rows and [R * k] places in expert_out; one task a run of EXPERT_ROWS rows. */
     int32_t *rows, *places, *task_expert, *task_first, *task_count;
@@ -47,6 +50,7 @@ static void route_row(void *context, int row, int thread) {
         int left = g->shared_dim - i;
         vstore_n(hidden + i, vsilu(vload_n(gate + i, left)) * vload_n(up + i, left), left);
     }
+    digits_write(c->shared, row, hidden);
 }
 
 static int sort_by_expert(Context *c, int num_rows) {
@@ -74,15 +78,26 @@ static void expert_task(void *context, int task, int thread) {
     Step *step = c->step;
     const Geometry *g = &step->model->geometry;
     int expert = c->task_expert[task], first = c->task_first[task], count = c->task_count[task], n = g->expert_dim;
-    float *gate_up = step->scratch.scores + thread * step->scratch.per_thread;
-    product_alone(&c->moe->gate_up[expert], (Rows){step->scratch.mixed, c->rows + first, g->hidden},
-                  (Rows){gate_up, 0, 2 * n}, count);
+    float *own = step->scratch.scores + thread * step->scratch.per_thread;
+    Digits rows = {0}, hidden = {0};
+    if (c->input.digits.groups) {
+        rows = digits_of(own, g->hidden);
+        own += digits_floats(EXPERT_ROWS, g->hidden);
+        hidden = digits_of(own, n);
+        own += digits_floats(EXPERT_ROWS, n);
+        for (int r = 0; r < count; r++)
+            digits_copy(rows, r, c->input.digits, c->rows[first + r]);
+    }
+    float *gate_up = own;
+    Input chosen = {{c->input.rows.base, c->rows + first, g->hidden}, rows};
+    product_alone(&c->moe->gate_up[expert], chosen, (Rows){gate_up, 0, 2 * n}, count);
     for (int r = 0; r < count; r++) {
         float *gate = gate_up + (int64_t)r * 2 * n, *up = gate + n;
         for (int i = 0; i < n; i += LANES)
             vstore_n(gate + i, vsilu(vload_n(gate + i, n - i)) * vload_n(up + i, n - i), n - i);
+        digits_write(hidden, r, gate);
     }
-    product_alone(&c->moe->down[expert], (Rows){gate_up, 0, 2 * n},
+    product_alone(&c->moe->down[expert], (Input){{gate_up, 0, 2 * n}, hidden},
                   (Rows){step->scratch.expert_out, c->places + first, g->hidden}, count);
 }
 
@@ -105,20 +120,19 @@ static void combine_row(void *context, int row, int thread) {
     }
 }
 
-/* scratch.mixed [R, H] -> scratch.head_out [R, H]. */
-void moe_layer(Step *step, const Moe *moe, int num_rows) {
+/* input [R, H] -> scratch.head_out [R, H]. */
+void moe_layer(Step *step, const Moe *moe, Input input, int num_rows) {
     const Geometry *g = &step->model->geometry;
     Scratch *scratch = &step->scratch;
     int32_t *lists = scratch->lists, all = step->max_rows * g->num_active;
-    Context c = {step, moe, moe->router.n + moe->shared_in.n,
+    Context c = {step, moe, input, digits_of(scratch->shared_digits, g->shared_dim), moe->router.n + moe->shared_in.n,
                  lists, lists + all, lists + 2 * all, lists + 3 * all, lists + 4 * all};
-    Rows mixed = {scratch->mixed, 0, g->hidden};
-    product(step->pool, &moe->router, mixed, (Rows){scratch->projected, 0, c.projected}, num_rows);
-    product(step->pool, &moe->shared_in, mixed, (Rows){scratch->projected + moe->router.n, 0, c.projected}, num_rows);
+    product(step->pool, &moe->router, input, (Rows){scratch->projected, 0, c.projected}, num_rows);
+    product(step->pool, &moe->shared_in, input, (Rows){scratch->projected + moe->router.n, 0, c.projected}, num_rows);
     pool_run(step->pool, route_row, &c, num_rows);
     for (int i = 0; step->counted && i < num_rows * g->num_active; i++)
         step->counted[scratch->route_ids[i]]++;
-    product(step->pool, &moe->shared_down, (Rows){scratch->heads, 0, g->shared_dim},
+    product(step->pool, &moe->shared_down, (Input){{scratch->heads, 0, g->shared_dim}, c.shared},
             (Rows){scratch->head_out, 0, g->hidden}, num_rows);
     pool_run(step->pool, expert_task, &c, sort_by_expert(&c, num_rows));
     pool_run(step->pool, combine_row, &c, num_rows);

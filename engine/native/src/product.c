@@ -1,11 +1,14 @@
 #include "product.h"
 
 #include "simd.h"
+#include "tiles.h"
 
 #define MAX_TILE 6   /* rows of a tile: 6 x 2 vectors of sums, 2 of weights and a factor fill 16 registers */
 #define MAX_PANELS 4 /* panels of a one-row tile: enough independent sums to hide the multiply-add's latency */
-#define GROUP_ROWS 48 /* rows that go over all panels together: what a level 2 cache holds */
+#define BAND_ROWS 48 /* rows that go over all panels together: what a level 2 cache holds */
 #define TASK_VALUES 32768 /* weights of a task: a few microseconds */
+#define TILE_TASK_VALUES 65536
+#define TILE_TASK_ROWS 20 /* that many rows take twice the time of one */
 
 /* The 16 values of a panel's step; int8 codes come times CODE_UNIT. */
 INLINE void load_panel(int kind, const char *data, int64_t at, vf *low, vf *high) {
@@ -101,8 +104,8 @@ static int form_of(int height, int panels) {
 
 /* Panels [first, end) for all rows; tiles of equal height as far as possible. */
 static void multiply(const Matrix *w, Rows x, Rows y, int num_rows, int first, int end) {
-    for (int group = 0; group < num_rows; group += GROUP_ROWS) {
-        int rows = num_rows - group < GROUP_ROWS ? num_rows - group : GROUP_ROWS;
+    for (int band = 0; band < num_rows; band += BAND_ROWS) {
+        int rows = num_rows - band < BAND_ROWS ? num_rows - band : BAND_ROWS;
         int num_tiles = (rows + MAX_TILE - 1) / MAX_TILE, highest = (rows + num_tiles - 1) / num_tiles;
         for (int panel = first; panel < end;) {
             int step = 1 << form_of(highest, end - panel);
@@ -110,7 +113,7 @@ static void multiply(const Matrix *w, Rows x, Rows y, int num_rows, int first, i
                 int height = (rows - row + (num_tiles - t) - 1) / (num_tiles - t);
                 for (int p = 0; p < step;) {
                     int form = form_of(height, step - p);
-                    TABLE[w->kind][height - 1][form](w, panel + p, x, y, group + row);
+                    TABLE[w->kind][height - 1][form](w, panel + p, x, y, band + row);
                     p += 1 << form;
                 }
                 row += height;
@@ -120,9 +123,17 @@ static void multiply(const Matrix *w, Rows x, Rows y, int num_rows, int first, i
     }
 }
 
+static void multiply_any(const Matrix *w, Input x, Rows y, int num_rows, int first, int end) {
+    if (w->kind == KIND_TILES)
+        tiles_multiply(w, x.digits, y, num_rows, first, end);
+    else
+        multiply(w, x.rows, y, num_rows, first, end);
+}
+
 typedef struct {
     const Matrix *w;
-    Rows x, y;
+    Input x;
+    Rows y;
     int num_rows, panels_per_task;
 } Product;
 
@@ -130,23 +141,44 @@ static void product_task(void *context, int task, int thread) {
     (void)thread;
     const Product *p = context;
     int first = task * p->panels_per_task, end = first + p->panels_per_task, all = num_panels_of(p->w);
-    multiply(p->w, p->x, p->y, p->num_rows, first, end < all ? end : all);
+    multiply_any(p->w, p->x, p->y, p->num_rows, first, end < all ? end : all);
 }
 
-void product_alone(const Matrix *w, Rows x, Rows y, int num_rows) {
-    multiply(w, x, y, num_rows, 0, num_panels_of(w));
+typedef struct {
+    Input input;
+    int num_rows;
+} Writing;
+
+static void write_group(void *context, int group, int thread) {
+    (void)thread;
+    const Writing *w = context;
+    int first = group * GROUP_ROWS, end = first + GROUP_ROWS < w->num_rows ? first + GROUP_ROWS : w->num_rows;
+    for (int row = first; row < end; row++)
+        digits_write(w->input.digits, row, row_of(w->input.rows, row));
 }
 
-void product(Pool *pool, const Matrix *w, Rows x, Rows y, int num_rows) {
-    int panels = num_panels_of(w);
-    int64_t panel_work = (int64_t)w->k * PANEL * (num_rows < 4 ? 1 : num_rows / 3);
-    int per_task = (int)(TASK_VALUES / panel_work);
-    /* A multiple of the widest form, so that only the last task has narrow ones. */
-    per_task = (per_task + MAX_PANELS - 1) / MAX_PANELS * MAX_PANELS;
-    if (per_task < MAX_PANELS)
-        per_task = num_rows < 4 ? MAX_PANELS : 1;
-    if (pool_num_threads(pool) == 1)
-        per_task = panels;
+Input input_of(Pool *pool, float *buffer, Rows rows, int k, int num_rows) {
+    Writing writing = {{rows, digits_of(buffer, k)}, num_rows};
+    if (buffer)
+        pool_run(pool, write_group, &writing, (num_rows + GROUP_ROWS - 1) / GROUP_ROWS);
+    return writing.input;
+}
+
+void product_alone(const Matrix *w, Input x, Rows y, int num_rows) {
+    multiply_any(w, x, y, num_rows, 0, num_panels_of(w));
+}
+
+/* A few microseconds of work. Multiples of the widest form, so that only the last task has narrow ones. */
+static int panels_per_task(const Matrix *w, int num_rows) {
+    int64_t rows = w->kind == KIND_TILES ? num_rows / TILE_TASK_ROWS : num_rows / 3;
+    int64_t work = (int64_t)w->k * PANEL * (rows > 1 ? rows : 1);
+    int values = w->kind == KIND_TILES ? TILE_TASK_VALUES : TASK_VALUES;
+    int wide = (int)((values / work + MAX_PANELS - 1) / MAX_PANELS * MAX_PANELS);
+    return wide >= MAX_PANELS ? wide : w->kind == KIND_TILES || num_rows < 4 ? MAX_PANELS : 1;
+}
+
+void product(Pool *pool, const Matrix *w, Input x, Rows y, int num_rows) {
+    int panels = num_panels_of(w), per_task = pool_num_threads(pool) == 1 ? panels : panels_per_task(w, num_rows);
     Product context = {w, x, y, num_rows, per_task};
     pool_run(pool, product_task, &context, (panels + per_task - 1) / per_task);
 }

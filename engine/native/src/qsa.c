@@ -133,10 +133,9 @@ static void pool_blocks(const Context *c, const Piece *piece) {
                (size_t)n * sizeof(float));
 }
 
-void qsa_project(Step *step, const Qsa *qsa) {
+void qsa_project(Step *step, const Qsa *qsa, Input input) {
     Context c = context_of(step, qsa, 0);
-    product(step->pool, &qsa->in, (Rows){step->scratch.mixed, 0, step->model->geometry.hidden},
-            (Rows){step->scratch.projected, 0, c.projected}, step->num_rows);
+    product(step->pool, &qsa->in, input, (Rows){step->scratch.projected, 0, c.projected}, step->num_rows);
     pool_run(step->pool, project_row, &c, step->num_rows);
     for (int i = 0; i < step->num_pieces; i++)
         pool_blocks(&c, &step->pieces[i]);
@@ -363,11 +362,12 @@ void qsa_attend(Step *step, const Qsa *qsa, const int32_t *rows, int num_rows) {
     Context c = context_of(step, qsa, rows);
     pool_run(step->pool, select_row, &c, num_rows);
     pool_run(step->pool, attend_task, &c, num_rows * g->kv_heads);
-    product(step->pool, &qsa->out, (Rows){step->scratch.mixer_out, 0, c.queries},
+    Rows out = {step->scratch.mixer_out, 0, c.queries};
+    product(step->pool, &qsa->out, input_of(step->pool, step->scratch.digits, out, c.queries, num_rows),
             (Rows){step->scratch.head_out, 0, g->hidden}, num_rows);
 }
 
-void qsa_layer(Step *step, const Qsa *qsa) {
-    qsa_project(step, qsa);
+void qsa_layer(Step *step, const Qsa *qsa, Input input) {
+    qsa_project(step, qsa, input);
     qsa_attend(step, qsa, 0, step->num_rows);
 }

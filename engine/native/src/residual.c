@@ -1,11 +1,13 @@
 /* Gated residual (model.md 1.3): one mixed row from the streams, and each stream's injection weight. */
 #include "model.h"
 #include "simd.h"
+#include "tiles.h"
 
 typedef struct {
     Step *step;
     const Residual *residual;
     const float *streams;
+    Digits normed, mixed;
 } Context;
 
 static void norm_row(void *context, int row, int thread) {
@@ -18,6 +20,7 @@ static void norm_row(void *context, int row, int thread) {
         scaled(c->step->scratch.normed + at + (int64_t)s * g->hidden, x, inverse_rms(x, g->hidden, g->norm_eps),
                c->residual->norm + (int64_t)s * g->hidden, g->hidden);
     }
+    digits_write(c->normed, row, c->step->scratch.normed + at);
 }
 
 /* silu(down / S) and the injection weights 2 sigmoid(inject / S), in place. */
@@ -47,23 +50,29 @@ static void mix_row(void *context, int row, int thread) {
             sum = vfma(vsigmoid(vload_n(mix + s + i, left)), vload_n(normed + s + i, left), sum);
         vstore_n(out + i, sum * share, left);
     }
+    digits_write(c->mixed, row, out);
 }
 
-/* streams [R, W] -> scratch.mixed [R, H] and scratch.inject [R, S]. */
-void residual_read(Step *step, const Residual *residual, const float *streams, int num_rows) {
+/* streams [R, W] -> scratch.mixed [R, H], which is returned, and scratch.inject [R, S]. */
+Input residual_read(Step *step, const Residual *residual, const float *streams, int num_rows) {
     const Geometry *g = &step->model->geometry;
     Scratch *scratch = &step->scratch;
     int64_t width = (int64_t)g->num_streams * g->hidden;
-    Context context = {step, residual, streams};
+    /* One buffer of digits: each input is multiplied before the next is written. */
+    Digits of_normed = digits_of(scratch->digits, (int)width), of_mixed = digits_of(scratch->digits, g->hidden);
+    Context context = {step, residual, streams, of_normed, of_mixed};
     pool_run(step->pool, norm_row, &context, num_rows);
-    Rows normed = {scratch->normed, 0, width}, down = {scratch->down, 0, g->rank};
+    Input normed = {{scratch->normed, 0, width}, of_normed};
+    Rows down = {scratch->down, 0, g->rank};
     product(step->pool, &residual->down, normed, down, num_rows);
     if (residual->inject.n)
         product(step->pool, &residual->inject, normed, (Rows){scratch->inject, 0, g->num_streams}, num_rows);
     for (int row = 0; row < num_rows; row++)
         activate_row(&context, row);
-    product(step->pool, &residual->up, down, (Rows){scratch->wide, 0, width}, num_rows);
+    product(step->pool, &residual->up, input_of(step->pool, scratch->digits, down, g->rank, num_rows),
+            (Rows){scratch->wide, 0, width}, num_rows);
     pool_run(step->pool, mix_row, &context, num_rows);
+    return (Input){{scratch->mixed, 0, g->hidden}, of_mixed};
 }
 
 /* streams [R, W] += outer(inject [R, S], out [R, H]). */

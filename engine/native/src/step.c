@@ -4,9 +4,25 @@
 
 #include "model.h"
 #include "simd.h"
+#include "tiles.h"
 
 /* Which sources this was compiled from; see engine/native/build.py. */
 EXPORT const char *stratagate_sources(void) { return STRATAGATE_SOURCES; }
+
+/* One product on the calling thread, as the layers make it: y [R, n] of x [R, k]; digits: what stratagate_product_floats
+ * says, NULL for a weight that is not of KIND_TILES. */
+EXPORT void stratagate_product(const Matrix *w, float *x, int num_rows, float *digits, float *y) {
+    Rows rows = {x, 0, w->k};
+    Digits to = digits_of(digits, w->k);
+    for (int row = 0; row < num_rows; row++)
+        digits_write(to, row, x + (int64_t)row * w->k);
+    product_alone(w, (Input){rows, to}, (Rows){y, 0, w->n}, num_rows);
+}
+
+EXPORT int64_t stratagate_product_floats(const Matrix *w, int num_rows) { return digits_floats(num_rows, w->k); }
+
+/* Whether int8 weights may be packed as KIND_TILES. */
+EXPORT int stratagate_tiles(void) { return tiles_available(); }
 
 static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
@@ -15,8 +31,16 @@ static int64_t width_of(const Geometry *g) { return (int64_t)g->num_streams * g-
 /* Floats of every region of the scratch block, in the order of carving. */
 typedef struct {
     int64_t streams, normed, mixed, inject, down, wide, projected, mixer_out, heads, scores, expert_out, route_weights,
-        head_out, chain_logits, chain_streams, chain_work, route_ids, cells, lists, row_piece;
+        head_out, chain_logits, chain_streams, chain_work, digits, shared_digits, route_ids, cells, lists, row_piece;
 } Sizes;
+
+/* The most that any product's input takes. */
+static int64_t input_digits(const Geometry *g, int64_t rows, int64_t embed) {
+    int64_t values = g->value_heads * g->value_dim, queries = g->heads * g->head_dim;
+    int64_t widest = most(most(width_of(g), embed), most(values, queries));
+    /* The draft layer projects every stream as a row of its own. */
+    return most(digits_floats(rows, widest), digits_floats(rows * g->num_streams, g->hidden));
+}
 
 static Sizes sizes_of(const Model *model, int64_t rows, int64_t threads, int64_t *per_thread) {
     const Geometry *g = &model->geometry;
@@ -31,7 +55,10 @@ static Sizes sizes_of(const Model *model, int64_t rows, int64_t threads, int64_t
     projected = most(most(projected, g->num_experts + 1 + 2 * g->shared_dim), embed);
     *per_thread = most(g->heads / g->kv_heads * ((cells < g->capacity ? cells : g->capacity) + LANES), 2 * blocks);
     *per_thread = most(*per_thread, g->key_dim * g->value_dim + g->value_dim);
-    *per_thread = most(*per_thread, most(EXPERT_ROWS * 2 * g->expert_dim, g->hidden));
+    int64_t expert = EXPERT_ROWS * 2 * g->expert_dim;
+    if (g->tiles)
+        expert += digits_floats(EXPERT_ROWS, g->hidden) + digits_floats(EXPERT_ROWS, g->expert_dim);
+    *per_thread = most(*per_thread, most(expert, g->hidden));
     *per_thread = (*per_thread + 15) / 16 * 16;
     return (Sizes){
         .streams = rows * width,
@@ -50,6 +77,8 @@ static Sizes sizes_of(const Model *model, int64_t rows, int64_t threads, int64_t
         .chain_logits = model->draft ? (int64_t)g->num_slots * g->vocab_size : 0,
         .chain_streams = model->draft ? g->num_slots * width : 0,
         .chain_work = model->draft ? PICK_WORDS(g->vocab_size) : 0,
+        .digits = g->tiles ? input_digits(g, rows, embed) : 0,
+        .shared_digits = g->tiles ? digits_floats(rows, g->shared_dim) : 0,
         .route_ids = rows * g->num_active,
         .cells = rows * cells,
         .lists = 5 * rows * g->num_active,
@@ -57,17 +86,20 @@ static Sizes sizes_of(const Model *model, int64_t rows, int64_t threads, int64_t
     };
 }
 
+/* Every region begins with a cache line. */
+static int64_t whole_lines(int64_t floats) { return (floats + 15) / 16 * 16; }
+
 EXPORT int64_t stratagate_scratch_floats(const Model *model, int max_rows, int num_threads) {
     int64_t per_thread, total = 0;
     Sizes sizes = sizes_of(model, max_rows, num_threads, &per_thread);
     for (size_t i = 0; i < sizeof sizes / sizeof(int64_t); i++)
-        total += ((const int64_t *)&sizes)[i];
+        total += whole_lines(((const int64_t *)&sizes)[i]);
     return total;
 }
 
 static float *carve(float **block, int64_t floats) {
     float *part = *block;
-    *block += floats;
+    *block += whole_lines(floats);
     return part;
 }
 
@@ -89,6 +121,9 @@ static void carve_all(Scratch *s, const Model *model, int max_rows, int num_thre
     s->chain_logits = carve(&block, n.chain_logits);
     s->chain_streams = carve(&block, n.chain_streams);
     s->chain_work = carve(&block, n.chain_work);
+    float *digits = carve(&block, n.digits), *shared_digits = carve(&block, n.shared_digits);
+    s->digits = model->geometry.tiles ? digits : 0;
+    s->shared_digits = model->geometry.tiles ? shared_digits : 0;
     s->route_ids = (int32_t *)carve(&block, n.route_ids);
     s->cells = (int32_t *)carve(&block, n.cells);
     s->lists = (int32_t *)carve(&block, n.lists);
@@ -186,16 +221,16 @@ EXPORT void stratagate_trunk(Step *step, const Piece *pieces, int num_pieces, in
             ple_layer(step, layer->ple, streams, ids, context);
             stage_ends(step, STAGE_PLE);
         }
-        residual_read(step, &layer->mixer_residual, streams, step->num_rows);
+        Input input = residual_read(step, &layer->mixer_residual, streams, step->num_rows);
         if (layer->gdn)
-            gdn_layer(step, layer->gdn, layer->gdn_index);
+            gdn_layer(step, layer->gdn, layer->gdn_index, input);
         else
-            qsa_layer(step, layer->qsa);
+            qsa_layer(step, layer->qsa, input);
         residual_write(step, streams, step->scratch.head_out, step->num_rows);
         stage_ends(step, layer->gdn ? STAGE_GDN : STAGE_QSA);
-        residual_read(step, &layer->moe_residual, streams, step->num_rows);
+        input = residual_read(step, &layer->moe_residual, streams, step->num_rows);
         step->counted = step->routed ? step->routed + (int64_t)i * g->num_experts : 0;
-        moe_layer(step, layer->moe, step->num_rows);
+        moe_layer(step, layer->moe, input, step->num_rows);
         residual_write(step, streams, step->scratch.head_out, step->num_rows);
         stage_ends(step, STAGE_MOE);
     }
@@ -208,8 +243,8 @@ EXPORT void stratagate_logits(Step *step, const float *streams, int num_rows, fl
     const Model *model = step->model;
     stages_begin(step);
     pool_wake(step->pool);
-    residual_read(step, &model->final, streams, num_rows);
-    product(step->pool, &model->head, (Rows){step->scratch.mixed, 0, model->geometry.hidden},
+    Input input = residual_read(step, &model->final, streams, num_rows);
+    product(step->pool, &model->head, input,
             (Rows){logits, 0, model->geometry.vocab_size}, num_rows);
     pool_rest(step->pool);
     stage_ends(step, STAGE_HEAD);
@@ -259,10 +294,12 @@ static void draft_input(Step *step, const int64_t *ids, const float *streams) {
         embed(model, embedded, ids[row]);
         scaled(embedded, embedded, inverse_rms(embedded, g->hidden, g->norm_eps), draft->norm_embedding, g->hidden);
     }
-    product(step->pool, &draft->fc_hidden, (Rows){scratch->normed, 0, g->hidden}, (Rows){scratch->streams, 0, g->hidden},
-            step->num_rows * g->num_streams);
-    product(step->pool, &draft->fc_embedding, (Rows){scratch->mixed, 0, g->hidden}, (Rows){scratch->head_out, 0, g->hidden},
-            step->num_rows);
+    int rows = step->num_rows * g->num_streams;
+    Input hidden = input_of(step->pool, scratch->digits, (Rows){scratch->normed, 0, g->hidden}, g->hidden, rows);
+    product(step->pool, &draft->fc_hidden, hidden, (Rows){scratch->streams, 0, g->hidden}, rows);
+    Rows ids_rows = {scratch->mixed, 0, g->hidden};
+    Input embedded = input_of(step->pool, scratch->digits, ids_rows, g->hidden, step->num_rows);
+    product(step->pool, &draft->fc_embedding, embedded, (Rows){scratch->head_out, 0, g->hidden}, step->num_rows);
     for (int64_t row = 0; row < (int64_t)step->num_rows * g->num_streams; row++) {
         float *to = scratch->streams + row * g->hidden;
         const float *add = scratch->head_out + row / g->num_streams * g->hidden;
@@ -274,8 +311,8 @@ static void draft_input(Step *step, const int64_t *ids, const float *streams) {
 /* Writes the draft layer's cells of the rows. ids [R]: at the rows' positions + 1; streams [R, W]: the trunk's. */
 static void draft_cells(Step *step, const int64_t *ids, const float *streams) {
     draft_input(step, ids, streams);
-    residual_read(step, &step->model->draft->mixer_residual, step->scratch.streams, step->num_rows);
-    qsa_project(step, step->model->draft->qsa);
+    Input input = residual_read(step, &step->model->draft->mixer_residual, step->scratch.streams, step->num_rows);
+    qsa_project(step, step->model->draft->qsa, input);
 }
 
 EXPORT void stratagate_draft_cells(Step *step, const Piece *pieces, int num_pieces, const int64_t *ids,
@@ -304,11 +341,10 @@ static void draft_rows(Step *step, const int64_t *ids, const float *streams, flo
     }
     qsa_attend(step, draft->qsa, last, num_pieces);
     residual_write(step, out, scratch->head_out, num_pieces);
-    residual_read(step, &draft->moe_residual, out, num_pieces);
-    moe_layer(step, draft->moe, num_pieces);
+    moe_layer(step, draft->moe, residual_read(step, &draft->moe_residual, out, num_pieces), num_pieces);
     residual_write(step, out, scratch->head_out, num_pieces);
-    residual_read(step, &draft->final, out, num_pieces);
-    product(step->pool, &model->head, (Rows){scratch->mixed, 0, g->hidden}, (Rows){logits, 0, g->vocab_size}, num_pieces);
+    Input input = residual_read(step, &draft->final, out, num_pieces);
+    product(step->pool, &model->head, input, (Rows){logits, 0, g->vocab_size}, num_pieces);
 }
 
 EXPORT void stratagate_draft(Step *step, const Piece *pieces, int num_pieces, const int64_t *ids, const float *streams,

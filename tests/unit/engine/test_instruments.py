@@ -91,6 +91,7 @@ def test_the_floor_times_every_layer_of_the_window_that_the_engine_runs(checkpoi
     text = floor.text()
     for part in ("CPU floor layers+head", "ms layers (4)", "ms per layer", "ms LM head", "6 rows"):
         assert part in text
+    assert engine.info.kernels in text
 
 
 def test_the_floor_of_the_compiled_step() -> None:

@@ -70,6 +70,14 @@ def test_every_planned_line_is_allocated_as_planned(
     assert {"session k_scale", "session v_scale"} <= {i.name for i in items} or held_as != "int8"
 
 
+@pytest.mark.parametrize("kernels", ["compiled", "portable"])
+def test_int8_weights_are_held_as_planned_however_they_are_packed(kernels: str) -> None:
+    config = EngineConfig(device="cpu", kernels=kernels, max_context=100, threads=2)
+    measured = [i for i in load_engine(config).info.memory_plan if i.actual_bytes is not None]
+    assert {"moe", "head", "draft layer", "step scratch"} <= {i.name for i in measured}
+    assert [i.planned_bytes for i in measured] == [i.actual_bytes for i in measured]
+
+
 def test_without_drafts_the_draft_layer_is_neither_planned_nor_held(directory: Path) -> None:
     checkpoint = make_checkpoint(directory, "no_ple")
     config = EngineConfig(

@@ -117,14 +117,55 @@ def requantized(directory: Path, name: str, dtype: torch.dtype) -> Path:
     return target
 
 
+@pytest.mark.parametrize("kernels", ["compiled", "portable"])
+@pytest.mark.parametrize("name", ["gqa3_gdn2", "mha_gdn1_two_streams"])
+def test_with_int8_weights_a_text_has_the_same_bits_however_it_is_cut_and_by_any_threads(
+    directory: Path, name: str, kernels: str
+) -> None:
+    """In tiles where the processor has them, and by the multiply-adds that every processor has."""
+    checkpoint = requantized(directory, name, torch.int8)
+    engine = load_engine(config(checkpoint, kernels=kernels))
+    ids = text(name, 100)
+    whole = read(engine, 0, ids, [100])
+    assert torch.equal(whole, read(engine, 1, ids, [1, 2, 3, 29, 48, 5, 12]))
+    assert torch.equal(whole[:7], read(engine, 2, ids, [7]))
+    assert torch.equal(whole[7:], step(engine, 2, ids, [5, 1, 4, 3, 2] * 6 + [3], 7))
+    engine = load_engine(config(checkpoint, kernels=kernels, threads=3))
+    assert torch.equal(whole, read(engine, 0, ids, [60, 40]))
+
+
+@pytest.mark.parametrize("kernels", ["compiled", "portable"])
+def test_rows_of_a_window_have_the_bits_of_each_alone(directory: Path, kernels: str) -> None:
+    checkpoint = requantized(directory, "gqa3_gdn2", torch.int8)
+    ids = text("gqa3_gdn2", 60)
+    engine = load_engine(config(checkpoint, kernels=kernels))
+    parts = {slot: ids[10 + slot : 15 + slot] for slot in range(4)}
+    for slot in parts:
+        read(engine, slot, ids[:10], [10])
+    together = engine.verify_logits({slot: tuple(part) for slot, part in parts.items()})
+    for slot, part in parts.items():
+        read(engine, slot, ids[:10], [10])
+        assert torch.equal(together[slot], step(engine, slot, ids[:10] + part, [1] * 5, 10))
+
+
+def test_what_computes_is_said_and_can_be_chosen(directory: Path) -> None:
+    checkpoint = requantized(directory, "gqa3_gdn2", torch.int8)
+    best = load_engine(config(checkpoint)).info.kernels
+    assert best == (
+        "compiled step, int8 products in AMX tiles" if abi.has_tiles() else "compiled step"
+    )
+    assert load_engine(config(checkpoint, kernels="portable")).info.kernels == "compiled step"
+
+
+@pytest.mark.parametrize("kernels", ["compiled", "portable"])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["gqa3_gdn2", "mha_gdn1_two_streams"])
 def test_weights_of_any_precision_give_the_logits_of_the_torch_layers(
-    directory: Path, name: str, dtype: torch.dtype
+    directory: Path, name: str, dtype: torch.dtype, kernels: str
 ) -> None:
     checkpoint = requantized(directory, name, dtype)
     ids = text(name, 70)
-    compiled = read(load_engine(config(checkpoint)), 0, ids, [40, 30])
+    compiled = read(load_engine(config(checkpoint, kernels=kernels)), 0, ids, [40, 30])
     layers = read(load_engine(config(checkpoint, kernels="torch")), 0, ids, [40, 30])
     assert compiled.isfinite().all()
     torch.testing.assert_close(compiled, layers, atol=1e-4, rtol=1e-4)

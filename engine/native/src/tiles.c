@@ -1,0 +1,223 @@
+#include "tiles.h"
+
+/* Compilers that know the instructions have them in a header of this name: gcc the first, clang the second. */
+#if defined(__x86_64__) && defined(__linux__) && (__has_include(<amxint8intrin.h>) || __has_include(<amxintrin.h>))
+
+#include <cpuid.h>
+#include <immintrin.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#define TILES __attribute__((target("amx-tile,amx-int8,avx512f,avx512bw,avx512vl")))
+#define TILES_INLINE static inline __attribute__((always_inline)) TILES
+
+#define REQUEST_PERMISSION 0x1023 /* ARCH_REQ_XCOMP_PERM */
+#define TILE_DATA 18
+#define SAVED_STATES 0x600e6u /* of SSE, AVX, AVX-512 and tiles */
+
+#define MOST (127.0f * 65536.0f)  /* digits reach 127 * (65536 + 256 + 1); what lies between is room for rounding */
+#define SMALLEST 0x1p-100f        /* of a row's largest value: its scale and 1 / scale are normal numbers */
+#define NOT_FINITE 0x7f800000u    /* bits of infinity; those of a NaN are larger */
+
+int tiles_available(void) {
+    unsigned a, b, c, d, low, high;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || ~d & (1u << 24 | 1u << 25) || ~b & (1u << 16 | 1u << 30 | 1u << 31))
+        return 0;
+    __get_cpuid(1, &a, &b, &c, &d);
+    if (!(c & 1u << 27)) /* without it the system saves no extended state at all */
+        return 0;
+    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return (low & SAVED_STATES) == SAVED_STATES && syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+}
+
+static int8_t *group_of(Digits d, int group) {
+    return d.groups + (int64_t)group * (SCALE_BYTES + (int64_t)d.blocks * TILE_ROWS * TILE_VALUES);
+}
+
+/* The first digit of a row in its group's first tile; the next digits are the next lines. */
+static int8_t *digits_at(Digits d, int row) {
+    return group_of(d, row / GROUP_ROWS) + SCALE_BYTES + row % GROUP_ROWS * 3 * TILE_VALUES;
+}
+
+static float *scale_at(Digits d, int row) { return (float *)group_of(d, row / GROUP_ROWS) + row % GROUP_ROWS; }
+
+TILES_INLINE __mmask16 left_mask(int left) {
+    return (__mmask16)(left >= 16 ? 0xffff : left > 0 ? (1u << left) - 1 : 0);
+}
+
+TILES void digits_write(Digits to, int row, const float *x) {
+    if (!to.groups)
+        return;
+    const __m512i magnitude = _mm512_set1_epi32(0x7fffffff), half = _mm512_set1_epi32(128);
+    __m512i most = _mm512_setzero_si512();
+    for (int i = 0; i < to.k; i += 16)
+        most = _mm512_max_epu32(most, _mm512_and_si512(magnitude, _mm512_castps_si512(
+                                                                      _mm512_maskz_loadu_ps(left_mask(to.k - i), x + i))));
+    uint32_t bits = _mm512_reduce_max_epu32(most);
+    float largest;
+    memcpy(&largest, &bits, sizeof largest);
+    largest = largest < SMALLEST ? SMALLEST : largest;
+    float scale = largest * (1.0f / MOST), factor = 1.0f / scale;
+    if (bits >= NOT_FINITE) {
+        scale = __builtin_nanf("");
+        factor = 0.0f;
+    }
+    *scale_at(to, row) = scale;
+    int8_t *at = digits_at(to, row);
+    for (int block = 0; block < to.blocks; block++, at += TILE_ROWS * TILE_VALUES)
+        for (int i = 0; i < TILE_VALUES; i += 16) {
+            int first = block * TILE_VALUES + i;
+            /* A factor of 0 does not make a number of what is none: such values are left out. */
+            __mmask16 mask = bits >= NOT_FINITE ? 0 : left_mask(to.k - first);
+            __m512 value = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, x + first), _mm512_set1_ps(factor));
+            __m512i whole = _mm512_cvtps_epi32(value);
+            _mm_store_si128((__m128i *)(at + i), _mm512_cvtepi32_epi8(whole));
+            whole = _mm512_srai_epi32(_mm512_add_epi32(whole, half), 8);
+            _mm_store_si128((__m128i *)(at + TILE_VALUES + i), _mm512_cvtepi32_epi8(whole));
+            whole = _mm512_srai_epi32(_mm512_add_epi32(whole, half), 8);
+            _mm_store_si128((__m128i *)(at + 2 * TILE_VALUES + i), _mm512_cvtepi32_epi8(whole));
+        }
+}
+
+TILES void digits_copy(Digits to, int row, Digits from, int from_row) {
+    *scale_at(to, row) = *scale_at(from, from_row);
+    int8_t *at = digits_at(to, row);
+    const int8_t *source = digits_at(from, from_row);
+    for (int block = 0; block < to.blocks; block++) {
+        for (int line = 0; line < 3 * TILE_VALUES; line += TILE_VALUES)
+            _mm512_store_si512(at + line, _mm512_load_si512(source + line));
+        at += TILE_ROWS * TILE_VALUES;
+        source += TILE_ROWS * TILE_VALUES;
+    }
+}
+
+/* Sums of one group and panel -> y, for the group's first rows. */
+TILES_INLINE void join(const int32_t *sums, const float *scale, const Matrix *w, int panel, Rows y, int row, int count) {
+    const __m512 high = _mm512_set1_ps(65536.0f), middle = _mm512_set1_ps(256.0f);
+    __mmask16 mask = left_mask(w->n - panel * PANEL);
+    __m512 weight_scale = _mm512_loadu_ps(w->scale + panel * PANEL);
+    for (int r = 0; r < count; r++, sums += 3 * PANEL) {
+        __m512 value = _mm512_cvtepi32_ps(_mm512_load_si512(sums));
+        value = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_load_si512(sums + PANEL)), middle, value);
+        value = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_load_si512(sums + 2 * PANEL)), high, value);
+        value = _mm512_mul_ps(_mm512_mul_ps(value, weight_scale), _mm512_set1_ps(scale[r]));
+        float *to = y.base + (y.index ? y.index[row + r] : row + r) * y.stride + panel * PANEL;
+        _mm512_mask_storeu_ps(to, mask, value);
+    }
+}
+
+#define LINE TILE_VALUES
+#define LOAD_ROWS(tile, group) _tile_loadd(tile, x##group + (int64_t)b * TILE_ROWS * LINE, LINE)
+#define LOAD_WEIGHTS(tile, p) _tile_loadd(tile, data + (p) * panel_bytes + (int64_t)b * 16 * LINE, LINE)
+#define JOIN(tile, group, p)                                                                                      \
+    do {                                                                                                          \
+        _tile_stored(tile, sums, LINE);                                                                           \
+        join(sums, (const float *)group_of(x, at + (group)), w, panel + (p), y, (at + (group)) * GROUP_ROWS,      \
+             num_rows - (at + (group)) * GROUP_ROWS < GROUP_ROWS ? num_rows - (at + (group)) * GROUP_ROWS : GROUP_ROWS); \
+    } while (0)
+
+/* One or two groups from `at` on, one, two or (of one group) four panels: at most four tiles of sums, so that the unit
+ * has independent ones to work on. */
+TILES_INLINE void multiply(const int groups, const int panels, const Matrix *w, int panel, Digits x, Rows y, int num_rows,
+                           int at) {
+    int64_t panel_bytes = ((int64_t)w->k + 3) / 4 * LINE;
+    const int8_t *data = (const int8_t *)w->data + panel * panel_bytes;
+    const int8_t *x0 = group_of(x, at) + SCALE_BYTES, *x1 = groups > 1 ? group_of(x, at + 1) + SCALE_BYTES : x0;
+    int32_t sums[TILE_ROWS * PANEL] __attribute__((aligned(64)));
+    _tile_zero(0);
+    if (groups * panels > 1)
+        _tile_zero(1);
+    if (groups * panels > 2) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int b = 0; b < x.blocks; b++) {
+        LOAD_ROWS(4, 0);
+        LOAD_WEIGHTS(6, 0);
+        _tile_dpbssd(0, 4, 6);
+        if (groups > 1) {
+            LOAD_ROWS(5, 1);
+            _tile_dpbssd(1, 5, 6);
+            if (panels > 1) {
+                LOAD_WEIGHTS(7, 1);
+                _tile_dpbssd(2, 4, 7);
+                _tile_dpbssd(3, 5, 7);
+            }
+            continue;
+        }
+        if (panels > 1) {
+            LOAD_WEIGHTS(7, 1);
+            _tile_dpbssd(1, 4, 7);
+        }
+        if (panels > 2) {
+            LOAD_WEIGHTS(6, 2);
+            _tile_dpbssd(2, 4, 6);
+            LOAD_WEIGHTS(7, 3);
+            _tile_dpbssd(3, 4, 7);
+        }
+    }
+    JOIN(0, 0, 0);
+    if (groups > 1) {
+        JOIN(1, 1, 0);
+        if (panels > 1) {
+            JOIN(2, 0, 1);
+            JOIN(3, 1, 1);
+        }
+        return;
+    }
+    if (panels > 1)
+        JOIN(1, 0, 1);
+    if (panels > 2) {
+        JOIN(2, 0, 2);
+        JOIN(3, 0, 3);
+    }
+}
+
+typedef struct {
+    uint8_t palette, start, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+} Shapes;
+
+TILES void tiles_multiply(const Matrix *w, Digits x, Rows y, int num_rows, int first, int end) {
+    Shapes shapes = {.palette = 1};
+    for (int i = 0; i < 8; i++) { /* four of sums, two of rows, two of weights */
+        shapes.row_bytes[i] = LINE;
+        shapes.rows[i] = i < 6 ? TILE_ROWS : 16;
+    }
+    int num_groups = (num_rows + GROUP_ROWS - 1) / GROUP_ROWS;
+    /* The compiler does not know what a tile load reads. */
+    __asm__ volatile("" ::: "memory");
+    _tile_loadconfig(&shapes);
+    for (int panel = first, step; panel < end; panel += step) {
+        int left = end - panel;
+        step = num_groups > 1 ? (left > 1 ? 2 : 1) : left > 3 ? 4 : left > 1 ? 2 : 1;
+        for (int at = 0; at < num_groups; at += 2) {
+            if (num_groups - at > 1 && step == 2)
+                multiply(2, 2, w, panel, x, y, num_rows, at);
+            else if (num_groups - at > 1)
+                multiply(2, 1, w, panel, x, y, num_rows, at);
+            else if (step == 4)
+                multiply(1, 4, w, panel, x, y, num_rows, at);
+            else if (step == 2)
+                multiply(1, 2, w, panel, x, y, num_rows, at);
+            else
+                multiply(1, 1, w, panel, x, y, num_rows, at);
+        }
+    }
+    /* A thread at rest keeps no tiles: the system would save 8 KiB at every switch. */
+    _tile_release();
+}
+
+#else
+
+/* Weights are then never packed for tiles, so nothing else is called. */
+int tiles_available(void) { return 0; }
+void digits_write(Digits to, int row, const float *x) { (void)to, (void)row, (void)x; }
+void digits_copy(Digits to, int row, Digits from, int from_row) { (void)to, (void)row, (void)from, (void)from_row; }
+void tiles_multiply(const Matrix *w, Digits x, Rows y, int num_rows, int first, int end) {
+    (void)w, (void)x, (void)y, (void)num_rows, (void)first, (void)end;
+}
+
+#endif
