@@ -85,7 +85,7 @@ class Draft:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Piece:
-    """A prompt piece that is begun. ids: int64 [T, context + 1]; end: computed positions behind it."""
+    """A prompt piece that is begun. ids: int64 [T, context + 1], on the host; end: computed positions behind it."""
 
     chunk: PrefillChunk
     ids: Tensor
@@ -241,9 +241,7 @@ class TorchEngine:
         self.start(0)
         num_rows = min(self._info.chunk_tokens, self._info.max_context)
         first = self._info.max_context - num_rows
-        ids = torch.zeros(
-            num_rows, self._trunk.ngram_context + 1, dtype=torch.int64, device=self._device
-        )
+        ids = torch.zeros(num_rows, self._trunk.ngram_context + 1, dtype=torch.int64)
         rows = Rows([0], [1], [self._info.max_context - 1], self._device)
         state = self._state
         for step, run in (
@@ -563,7 +561,7 @@ class TorchEngine:
         ids = self._with_context(sequence.ids[:end], len(token_ids))
         if isinstance(self._trunk, StagedTrunk):
             self._trunk.launch_chunk(ids, slot, chunk.start, chunk.checkpoint_id)
-        return _Piece(chunk=chunk, ids=self._on_device(ids), end=end)
+        return _Piece(chunk=chunk, ids=ids, end=end)
 
     def _finish_piece(self, piece: _Piece) -> None:
         chunk, failures = piece.chunk, self._answers.failures
@@ -819,7 +817,7 @@ class TorchEngine:
             self._trunk.launch_window(flat, rows)
         offsets = {slot: sum(counts[:b]) for b, slot in enumerate(slots)}
         ordered = {slot: window[slot] for slot in slots}
-        return _Window(rows=rows, flat=self._on_device(flat), offsets=offsets, ids=ordered)
+        return _Window(rows=rows, flat=flat, offsets=offsets, ids=ordered)
 
     def _known_around(
         self, window: Mapping[int, tuple[int, ...]], slots: Sequence[int]

@@ -346,7 +346,7 @@ class ModelLoader:
         shape = (parts[0][1][0], parts[0][1][1])
         table = torch.empty(shape[0] * len(parts), shape[1], dtype=self._dtype)
         for part, (name, _) in zip(table.split(shape[0]), parts, strict=True):
-            part.copy_(self._checkpoint.take(name, shape))
+            self._checkpoint.take_into(name, part)
         return RamTable(table)
 
     def _norm(self, name: str, width: int, *, group: int | None = None) -> ZeroCentredNorm:

@@ -317,7 +317,7 @@ def load_cuda_step(
     from engine.cuda.pick_rows import CudaPicker
 
     limits = limits_of(config, spec, has_gpu=True)
-    lines = planned_cuda_lines(source, spec, limits)
+    lines = planned_cuda_lines(source, spec, limits, config.ple_io)
     plan = plan_start(config, spec, machine, torch.bfloat16, step_lines=lines)
     _log.info("the Triton kernels run, with experts rounded to 4 bits")
     marks = StartupMarks(plan.memory)
@@ -328,6 +328,7 @@ def load_cuda_step(
         device=device,
         max_context=limits.max_context,
         with_draft=plan.with_draft,
+        ple_io=config.ple_io,
         random=random,
     )
     backend = build_cuda_step(

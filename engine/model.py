@@ -56,7 +56,7 @@ class Trunk:
         self._final = final
         self._head: RowLinear | None = None
         self._num_streams = num_streams
-        contexts = [layer.ple.hash.context for layer in layers if layer.ple is not None]
+        contexts = [layer.ple.rows.context for layer in layers if layer.ple is not None]
         self.ngram_context = max(contexts, default=0)
 
     def set_head(self, head: RowLinear) -> None:
@@ -76,7 +76,7 @@ class Trunk:
     def window(
         self, ids: Tensor, rows: Rows, state: SlotState, streams: Tensor | None = None
     ) -> Tensor:
-        """One verify window. ids int64 [R, context + 1], each row's id last, earlier ids before it.
+        """One verify window. ids int64 [R, context + 1] on the host, each row's id last, earlier ids before it.
 
         streams: those of the layer before the first one here, changed in place; None: embed the ids.
         Returns the residual streams after the last layer, [R, S*H]. Nothing is committed.
@@ -149,10 +149,12 @@ class Trunk:
         return self._head(x).to(torch.float32)
 
     def fetch(self, ids: Tensor) -> dict[int, Fetched]:
-        """Begin to read what the PLE layers need of ids int64 [T, context + 1], by their index."""
+        """Begin to read what the PLE layers need of ids int64 [T, context + 1] on the host, by their index."""
         injecting = (layer.ple for layer in self.layers if layer.ple is not None)
-        return {ple.index: ple.fetch(ids) for ple in injecting}
+        return {ple.index: ple.rows.fetch(ids) for ple in injecting}
 
     def start(self, ids: Tensor) -> Tensor:
-        """The streams [T, S*H] before the first layer."""
+        """The streams [T, S*H] before the first layer; ids [T, context + 1]."""
+        assert self._embedding is not None
+        ids = ids.to(self._embedding.device, non_blocking=True)
         return self.embed(ids[:, -1]).repeat(1, self._num_streams)

@@ -170,13 +170,13 @@ class Stage:
 
     def _ids(self, data: bytes) -> Tensor:
         flat = torch.frombuffer(bytearray(data), dtype=torch.int64)
-        return flat.view(-1, self._context).to(self._device)
+        return flat.view(-1, self._context)
 
     def _rehearse(self) -> None:
         """Read a prompt piece where a context ends and compare what it takes with the plan."""
         limits = self._loaded.plan.limits
         num_rows = limits.piece_tokens
-        ids = torch.zeros(num_rows, self._context, dtype=torch.int64, device=self._device)
+        ids = torch.zeros(num_rows, self._context, dtype=torch.int64)
         width = self._spec.stream_width
         streams = None
         if not self._spec.is_first:

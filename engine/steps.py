@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 
 class TrunkSteps(Protocol):
-    """See engine.model.Trunk, the plainest of them. Results may be overwritten by the next call of the same kind."""
+    """See engine.model.Trunk, the plainest of them. Results may be overwritten by the next call of the same kind.
+
+    Ids of rows and pieces come on the host, where tables that lie outside the device are read by them.
+    """
 
     @property
     def ngram_context(self) -> int:

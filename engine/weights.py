@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 _PREFIXES = ("model.language_model.", "model.")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _IGNORED_PREFIXES = ("model.visual.",)
+_ROWS_VALUES = 1 << 22
+"""Values that `take_into` reads at once: 16 MiB of fp32."""
 
 
 class Checkpoint:
@@ -90,11 +92,18 @@ class Checkpoint:
 
         What is stored as floats is given where it lies.
         """
-        self._check_shape(name, shape)
-        self._used.add(name)
-        if self.dtype(name) not in (*_FLOATS, torch.int8):
-            raise WeightMismatch(f"{name}: found {self.dtype(name)}, required floats")
+        self._check_floats(name, shape)
         return lambda index: _finite(name, self.source.rows(name, index, index + 1)[0])
+
+    def take_into(self, name: str, target: Tensor) -> None:
+        """As `take`, copied to a tensor of the required shape, some rows at a time: what is quantised is never whole in
+        fp32 beside it.
+        """
+        self._check_floats(name, tuple(target.shape))
+        step = max(1, _ROWS_VALUES // max(1, target[0].numel()))
+        for first in range(0, target.shape[0], step):
+            part = target[first : first + step]
+            part.copy_(_finite(name, self.source.rows(name, first, first + part.shape[0])))
 
     def take_codes(self, name: str, shape: tuple[int, ...]) -> RowCodes | None:
         """Codes and row scales of an int8 tensor, marked as used; None, and not marked, if it is stored otherwise.
@@ -138,6 +147,13 @@ class Checkpoint:
                 f"{len(left)} tensors left over: found {shown}{' ...' if len(left) > 5 else ''}, "
                 "required none beyond the model's own"
             )
+
+    def _check_floats(self, name: str, shape: tuple[int, ...]) -> None:
+        """Of a tensor that is read in parts; marks it as used."""
+        self._check_shape(name, shape)
+        self._used.add(name)
+        if self.dtype(name) not in (*_FLOATS, torch.int8):
+            raise WeightMismatch(f"{name}: found {self.dtype(name)}, required floats")
 
     def _require_draft(self, name: str) -> None:
         """Instead of naming one of its many tensors, say what a draft layer that is not there leaves to do."""

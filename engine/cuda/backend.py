@@ -147,7 +147,7 @@ class CudaBackend:
 
 
 def planned_cuda_lines(
-    source: TensorSource, spec: ModelSpec, limits: Limits
+    source: TensorSource, spec: ModelSpec, limits: Limits, ple_io: str = "ram"
 ) -> tuple[PlanLine, ...]:
     """What a backend will take beside the slots' state, by part. Loads nothing.
 
@@ -156,7 +156,7 @@ def planned_cuda_lines(
     nowhere = torch.device("meta")
     names = NamesOnly(source)
     with_draft = limits.max_draft > 0
-    loader = CudaLoader(names, spec, device=nowhere, max_context=limits.max_context)
+    loader = CudaLoader(names, spec, device=nowhere, max_context=limits.max_context, ple_io=ple_io)
     model = loader.load(with_draft=with_draft)
     state = SlotState(
         spec,
@@ -192,10 +192,13 @@ def load_cuda_model(
     device: torch.device,
     max_context: int,
     with_draft: bool,
+    ple_io: str = "ram",
     random: RandomTensors | None = None,
 ) -> CudaModel:
-    """Read a checkpoint; experts become 4-bit. random: see CudaLoader. Raises WeightMismatch."""
-    loader = CudaLoader(source, spec, device=device, max_context=max_context, random=random)
+    """Read a checkpoint; experts become 4-bit. ple_io, random: see CudaLoader. Raises WeightMismatch."""
+    loader = CudaLoader(
+        source, spec, device=device, max_context=max_context, ple_io=ple_io, random=random
+    )
     return loader.load(with_draft=with_draft)
 
 

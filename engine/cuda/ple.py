@@ -19,18 +19,20 @@ from engine.cuda.products import ProductScratch, product
 
 if TYPE_CHECKING:
     from engine.cuda.layout import WindowLayout
+    from engine.layers.ple import HashedRows
     from engine.model_spec import PleSpec
     from engine.state import SlotState
 
 
 @dataclass(frozen=True, slots=True)
 class PleWeights:
-    """table bf16 [rows, head dim]; key_value bf16 [S*H + H, embed dim]; norms fp32 (1 + w) [S*H];
-    conv bf16 [width, S*H];
+    """table bf16 [rows, head dim], None if `rows` reads it from the disk; key_value bf16 [S*H + H, embed dim];
+    norms fp32 (1 + w) [S*H]; conv bf16 [width, S*H];
     multipliers int64 [ngram_size]; sizes, offsets int64 [heads]."""
 
     index: int
-    table: Tensor
+    table: Tensor | None
+    rows: HashedRows | None
     key_value: Tensor
     norm_key: Tensor
     norm_query: Tensor
@@ -49,7 +51,7 @@ class PleWeights:
 
 @dataclass(frozen=True, slots=True)
 class PleScratch:
-    """Buffers for up to `max_rows` rows."""
+    """Buffers for up to `max_rows` rows. embedded: of each PLE layer, as rows from the disk come before a window."""
 
     embedded: Tensor
     key_value: Tensor
@@ -66,7 +68,11 @@ class PleScratch:
 
         wide = hidden * num_streams
         return PleScratch(
-            embedded=empty(spec.embed_dim), key_value=empty(wide + hidden), gated=empty(wide)
+            embedded=torch.empty(
+                len(spec.layer_ids), max_rows, spec.embed_dim, dtype=torch.bfloat16, device=device
+            ),
+            key_value=empty(wide + hidden),
+            gated=empty(wide),
         )
 
 
@@ -194,7 +200,7 @@ def _convolve(
 
 
 def gather_rows(ids: Tensor, weights: PleWeights, spec: PleSpec, out: Tensor) -> None:
-    """ids int64 [T, context + 1] -> the table's rows bf16 [T, heads * head dim]."""
+    """ids int64 [T, context + 1] -> rows of a table in memory, bf16 [T, heads * head dim]."""
     _gather[(ids.shape[0], spec.num_heads)](
         ids,
         weights.table,
@@ -225,11 +231,15 @@ def ple_into_streams(
     eps: float,
     products: ProductScratch,
 ) -> None:
-    """streams bf16 [R, S*H] += the injection, in place; ids int64 [R, context + 1]. Keeps convolution inputs."""
+    """streams bf16 [R, S*H] += the injection, in place; ids int64 [R, context + 1]. Keeps convolution inputs.
+
+    Rows of a table on the disk are in `scratch.embedded` already.
+    """
     num_rows, wide = streams.shape
     hidden = wide // num_streams
-    embedded = scratch.embedded[:num_rows]
-    gather_rows(ids, weights, spec, embedded)
+    embedded = scratch.embedded[weights.index, :num_rows]
+    if weights.table is not None:
+        gather_rows(ids, weights, spec, embedded)
     key_value = product(embedded, weights.key_value, scratch.key_value[:num_rows], products)
     buffer = state.ple[weights.index]
     history = state.ple_history

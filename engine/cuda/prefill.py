@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from engine.cuda.residual import ResidualWeights
     from engine.cuda.weights import CudaLayer, CudaModel
     from engine.model_spec import ModelSpec
+    from engine.ple_table import Fetched
     from engine.state import SlotState
 
 
@@ -76,10 +77,10 @@ class Prefill:
         """
         context = self._spec.ple.ngram_size if self._spec.ple else 1
         for num_rows in (1, GATE_ROWS + 1):
-            ids = torch.zeros(num_rows, context, dtype=torch.int64, device=self._state.device)
+            ids = torch.zeros(num_rows, context, dtype=torch.int64)
             streams = self.chunk(ids, 0, 0, self._quiet_streams(num_rows))
             if self._model.draft is not None:
-                self.draft_cells(ids[:, -1], streams, 0, 0)
+                self.draft_cells(ids[:, -1].to(self._state.device), streams, 0, 0)
             if self._spec.is_last:
                 self.logits(streams[-1:])
 
@@ -91,10 +92,12 @@ class Prefill:
         return torch.zeros(shape, dtype=torch.bfloat16, device=self._state.device)
 
     def chunk(self, ids: Tensor, slot: int, start: int, streams: Tensor | None = None) -> Tensor:
-        """ids int64 [T, context + 1] at positions [start, start + T) -> streams bf16 [T, S*H].
+        """ids int64 [T, context + 1], on the host, at positions [start, start + T) -> streams bf16 [T, S*H].
 
         streams: those of the stage before this one, if there is one; else the ids are embedded.
         """
+        fetched = {table.index: table.fetch(ids) for table in self._model.tables}
+        ids = ids.to(self._state.device, non_blocking=True)
         # A library operation comes first either way: it waits for other streams' events, for copies of parked state and
         # for what another stage sends. A kernel that starts before its predecessor ends might not.
         if streams is None:
@@ -104,7 +107,7 @@ class Prefill:
         where = self._rows(slot, start, ids.shape[0])
         for layer in self._model.layers:
             if layer.ple is not None:
-                self._ple(streams, ids, layer.ple, slot)
+                self._ple(streams, ids, layer.ple, slot, fetched.get(layer.ple.index))
             mixed, inject = self._read(streams, layer.mixer_residual)
             write_back(streams, inject, self._mixer(mixed, layer, slot, start, where))
             mixed, inject = self._read(streams, layer.moe_residual)
@@ -224,12 +227,25 @@ class Prefill:
         shared = F.linear(middle, weights.shared_down)
         experts_into_streams(mixed, head, weights, top, ids, shared, streams, inject, moe)
 
-    def _ple(self, streams: Tensor, ids: Tensor, weights: PleWeights, slot: int) -> None:
-        """streams += the injection, in place; advances the slot's convolution history."""
+    def _ple(
+        self,
+        streams: Tensor,
+        ids: Tensor,
+        weights: PleWeights,
+        slot: int,
+        fetched: Fetched | None,
+    ) -> None:
+        """streams += the injection, in place; advances the slot's convolution history.
+
+        fetched: the rows of a table that lies on the disk.
+        """
         spec, ple, state = self._spec, self._spec.ple, self._state
         assert ple is not None
         embedded = streams.new_empty(ids.shape[0], ple.embed_dim)
-        gather_rows(ids, weights, ple, embedded)
+        if fetched is None:
+            gather_rows(ids, weights, ple, embedded)
+        else:
+            embedded.copy_(fetched().view(embedded.shape), non_blocking=True)
         parts = F.linear(embedded, weights.key_value)
         key, value = parts.split([streams.shape[1], spec.hidden], dim=-1)
         groups = spec.num_streams

@@ -109,6 +109,10 @@ class RandomTensors:
             run.copy_(unpack4(pack4(run), *shape[1:]))
         return normal
 
+    def take_into(self, name: str, target: Tensor) -> None:
+        """As `take`, copied to a tensor of the required shape."""
+        target.copy_(self.take(name, tuple(target.shape)))
+
     def packed_experts(self, name: str, shape: tuple[int, int, int]) -> Packed4:
         """Random words and one plausible scale: for timing, without making the weights they stand for."""
         scales = packed_shape(*shape)

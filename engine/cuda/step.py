@@ -137,6 +137,7 @@ class CudaStep:
         self.model = model
         self.state = state
         self._context = model.spec.ple.ngram_size if model.spec.ple else 1
+        self._tables = model.tables
         self.num_token_ids = num_token_ids
         self.layout = WindowLayout(state.device)
         self.draft_layout = WindowLayout(state.device)
@@ -170,12 +171,12 @@ class CudaStep:
             whole, rest = divmod(num_rows, WINDOW_ROWS)
             counts = [WINDOW_ROWS] * whole + [rest] * (rest > 0)
             slots, starts = range(len(counts)), [0] * len(counts)
-            ids = torch.zeros(num_rows, self._context, dtype=torch.int64, device=device)
+            ids = torch.zeros(num_rows, self._context, dtype=torch.int64)
             self.window(ids, slots, counts, starts)
             if self.model.spec.is_last:
                 self._graphs.run(("picks", num_rows), lambda n=num_rows: self._pick_window(n))
             if self._draft is not None:
-                self._prepare_drafts(ids[:, -1], slots, counts, starts)
+                self._prepare_drafts(ids[:, -1].to(device), slots, counts, starts)
         if self.model.spec.is_last:
             self._graphs.run("picks of few", self._pick_few)
         self.commit({})
@@ -200,17 +201,23 @@ class CudaStep:
         starts: Sequence[int],
         streams: Tensor | None = None,
     ) -> Tensor:
-        """One verify window; ids int64 [R, context + 1], each row's id last. Nothing is committed.
+        """One verify window; ids int64 [R, context + 1] on the host, each row's id last. Nothing is committed.
 
         streams: those of the stage before this one, if there is one; else the ids are embedded.
         Returns the streams after the last layer, bf16 [R, S*H]: valid until the next window. `logits` has the logits.
         """
         num_rows = ids.shape[0]
-        self.layout.fill(slots, counts, starts)
         ids = ids[:, -self._context :]
-        self.buffers.ids[: ids.numel()].copy_(ids.flatten())
+        fetched = [(table.index, table.fetch(ids)) for table in self._tables]
+        self.layout.fill(slots, counts, starts)
+        # Memory that is not pinned is copied before the call returns, and nobody waits for the device.
+        self.buffers.ids[: ids.numel()].copy_(ids.flatten(), non_blocking=True)
         if streams is not None:
             self.buffers.streams[:num_rows].copy_(streams)
+        for index, wait in fetched:
+            assert self.buffers.ple is not None
+            embedded = self.buffers.ple.embedded[index, :num_rows]
+            embedded.copy_(wait().view(num_rows, -1), non_blocking=True)
         self._graphs.run(("window", num_rows), lambda: self._window(num_rows))
         return self.buffers.streams[:num_rows]
 

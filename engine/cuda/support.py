@@ -35,6 +35,4 @@ def why_unsupported_choice(config: EngineConfig) -> str | None:
         return f"it holds keys and values in bf16 or int8, not in {config.kv}"
     if config.expert_cache is not None or config.expert_profile is not None:
         return "it keeps every expert on the device, in 4 bits, without tiers"
-    if config.ple_io != "ram":
-        return f"it keeps the n-gram table in memory, without --ple-io {config.ple_io}"
     return None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import Tensor
 
+import engine.tensor_names as names
 from engine.arena import pin_memory
 from engine.cuda.gdn import GdnWeights
 from engine.cuda.moe import MoeWeights
@@ -16,13 +17,16 @@ from engine.cuda.qsa import QsaWeights
 from engine.cuda.quant import Packed4, pack4
 from engine.cuda.residual import ResidualWeights
 from engine.geometry import DRAFT_PREFIX
+from engine.layers.ple import HashedRows
 from engine.layers.rotary import RotaryTable
+from engine.ple_table import stored_table
 from engine.state import key_capacity
 from engine.tensor_names import elsewhere
 
 if TYPE_CHECKING:
     from engine.cuda.random_model import RandomTensors
     from engine.model_spec import ModelSpec
+    from engine.weights import Checkpoint
 
 _EXPERTS_AT_ONCE = 64
 
@@ -82,6 +86,12 @@ class CudaModel:
     cos: Tensor
     sin: Tensor
 
+    @property
+    def tables(self) -> tuple[HashedRows, ...]:
+        """N-gram tables that lie on the disk."""
+        found = (layer.ple.rows for layer in self.layers if layer.ple is not None)
+        return tuple(rows for rows in found if rows is not None)
+
 
 class CudaLoader:
     """Builds a CudaModel. One use. Raises WeightMismatch as the source does."""
@@ -93,13 +103,16 @@ class CudaLoader:
         *,
         device: torch.device,
         max_context: int,
+        ple_io: str = "ram",
         random: RandomTensors | None = None,
     ) -> None:
-        """The n-gram table stays in host memory, pinned where there is a GPU: kernels read its rows there.
+        """ple_io: with `ram` the n-gram table stays in host memory, pinned where there is a GPU, and kernels read its
+        rows there; with `mmap` or `direct` it stays in its files, and rows are copied to the device.
 
         random: makes the experts' 4-bit words at once, for measuring; their values then mean nothing.
         """
         self._random = random
+        self._ple_io = ple_io
         self._source = source
         self._spec = spec
         self._device = device
@@ -290,11 +303,13 @@ class CudaLoader:
         def ids(values: tuple[int, ...]) -> Tensor:
             return torch.tensor(values, device=self._device)
 
-        for name in ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets"):
-            self._skip_ids(f"{prefix}ple_embedding.{name}")
+        if self._device.type != "meta":
+            names.check_hash(cast("Checkpoint", self._source), prefix, ple, index)
+        table, rows = self._table(prefix, index)
         return PleWeights(
             index=index,
-            table=self._table(f"{prefix}ple_embedding.ngram_embedding.", ple.num_rows(index)),
+            table=table,
+            rows=rows,
             key_value=self._fused(
                 (f"{prefix}key_proj.weight", (width, ple.embed_dim)),
                 (f"{prefix}value_proj.weight", (spec.hidden, ple.embed_dim)),
@@ -308,29 +323,25 @@ class CudaLoader:
             offsets=ids(ple.head_offsets(index)),
         )
 
-    def _skip_ids(self, name: str) -> None:
-        """Hash constants are derived; the torch loader compares stored ones."""
-        take_ids = getattr(self._source, "take_ids", None)
-        if take_ids is not None and self._source.has(name):
-            take_ids(name, self._source.shape(name))  # type: ignore[attr-defined]
-
-    def _table(self, prefix: str, num_rows: int) -> Tensor:
-        ple = self._spec.ple
+    def _table(self, prefix: str, index: int) -> tuple[Tensor | None, HashedRows | None]:
+        """The n-gram table bf16 [rows, head dim] in memory, or what reads its rows."""
+        ple, source = self._spec.ple, cast("Checkpoint", self._source)
         assert ple is not None
-        if self._source.has(f"{prefix}weight"):
-            parts = [self._source.take(f"{prefix}weight", (num_rows, ple.head_dim))]
-        else:
-            shape = (num_rows // ple.num_shards, ple.head_dim)
-            parts = [
-                self._source.take(f"{prefix}shard_{i}.weight", shape) for i in range(ple.num_shards)
-            ]
+        parts = names.ple_table(source, prefix, ple, index)
+        if self._ple_io != "ram":
+            if self._device.type == "meta":
+                return None, None
+            stored = stored_table(source, parts, self._ple_io, torch.bfloat16)
+            return None, HashedRows(ple, index, stored)
+        shape = (ple.num_rows(index), ple.head_dim)
         if self._device.type == "meta":
-            return torch.empty((num_rows, ple.head_dim), dtype=torch.bfloat16, device="meta")
-        table = torch.empty((num_rows, ple.head_dim), dtype=torch.bfloat16)
-        torch.cat([part.to("cpu", torch.bfloat16) for part in parts], out=table)
+            return torch.empty(shape, dtype=torch.bfloat16, device="meta"), None
+        table = torch.empty(shape, dtype=torch.bfloat16)
+        for place, (name, _) in zip(table.split(parts[0][1][0]), parts, strict=True):
+            source.take_into(name, place)
         if self._device.type == "cuda":
             pin_memory(table)
-        return table
+        return table, None
 
     def _norm(self, name: str, width: int) -> Tensor:
         return self._tensor(name, (width,), torch.float32) + 1.0

@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
 
 class NgramHash:
-    """Table rows of a token from its id and the ids before it.
+    """Table rows of a token from its id and the ids before it, on the host.
 
     multipliers int64 [ngram_size], sizes and offsets int64 [heads].
     """
 
     __slots__ = ("_eos_id", "_multipliers", "_offsets", "_per_ngram", "_sizes", "context")
 
-    def __init__(self, spec: PleSpec, index: int, device: torch.device) -> None:
+    def __init__(self, spec: PleSpec, index: int) -> None:
         self.context = spec.ngram_size - 1
         self._eos_id = spec.eos_id
         self._per_ngram = spec.heads_per_ngram
-        self._multipliers = torch.tensor(spec.multipliers(index), device=device)
-        self._sizes = torch.tensor(spec.head_vocab_sizes(index), device=device)
-        self._offsets = torch.tensor(spec.head_offsets(index), device=device)
+        self._multipliers = torch.tensor(spec.multipliers(index))
+        self._sizes = torch.tensor(spec.head_vocab_sizes(index))
+        self._offsets = torch.tensor(spec.head_offsets(index))
 
     def rows(self, ids: Tensor) -> Tensor:
         """ids int64 [T, context + 1], oldest first, EOS where nothing was -> table rows int64 [T, heads].
@@ -52,17 +52,19 @@ class NgramHash:
 
 
 class HashedRows:
-    """A layer's table outside of what computes: rows by the ids they are hashed from."""
+    """A layer's table outside of what computes: rows by the ids they are hashed from. index: among the PLE layers."""
 
-    __slots__ = ("_hash", "_table")
+    __slots__ = ("context", "index", "table", "_hash")
 
     def __init__(self, spec: PleSpec, index: int, table: PleTable) -> None:
-        self._hash = NgramHash(spec, index, torch.device("cpu"))
-        self._table = table
+        self._hash = NgramHash(spec, index)
+        self.context = self._hash.context
+        self.index = index
+        self.table = table
 
     def fetch(self, ids: Tensor) -> Fetched:
-        """Begin to read the rows of ids int64 [R, context + 1], on the CPU: [R * heads, head dim]."""
-        return self._table.fetch(self._hash.rows(ids).flatten())
+        """Begin to read the rows of ids int64 [R, context + 1] on the host: [R * heads, head dim]."""
+        return self.table.fetch(self._hash.rows(ids).flatten())
 
 
 class PleLayer:
@@ -81,9 +83,8 @@ class PleLayer:
         "_norm_key",
         "_norm_query",
         "_streams",
-        "_table",
-        "hash",
         "index",
+        "rows",
     )
 
     def __init__(
@@ -100,8 +101,7 @@ class PleLayer:
         spec: PleSpec,
     ) -> None:
         self.index = index
-        self.hash = NgramHash(spec, index, conv.device)
-        self._table = table
+        self.rows = HashedRows(spec, index, table)
         self._key_value = key_value
         self._norm_key = norm_key
         self._norm_query = norm_query
@@ -115,17 +115,13 @@ class PleLayer:
     @property
     def table_bytes(self) -> int:
         """Memory of the n-gram table."""
-        return self._table.num_bytes
+        return self.rows.table.num_bytes
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the dense weights."""
         norms = self._norm_key.num_bytes + self._norm_query.num_bytes + self._norm_conv.num_bytes
         return self._key_value.num_bytes + norms + self._conv.numel() * self._conv.element_size()
-
-    def fetch(self, ids: Tensor) -> Fetched:
-        """Begin to read the table's rows of ids int64 [R, context + 1]."""
-        return self._table.fetch(self.hash.rows(ids).flatten())
 
     def window(self, streams: Tensor, fetched: Fetched, rows: Rows, state: SlotState) -> Tensor:
         """streams [R, S*H], fetched: the rows of their ids -> what to add, [R, S*H]."""

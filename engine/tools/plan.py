@@ -170,7 +170,7 @@ def _step_lines(
         # Only here: Triton is there beside a CUDA build of torch alone.
         from engine.cuda.backend import planned_cuda_lines
 
-        return planned_cuda_lines(Checkpoint(source), spec, limits)
+        return planned_cuda_lines(Checkpoint(source), spec, limits, config.ple_io)
 
 
 def report(plan: StartPlan, machine: Machine, parking_mib: int) -> str:

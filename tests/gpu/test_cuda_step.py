@@ -113,6 +113,9 @@ class Recorded:
         self.taken[name] = tensor.cpu()
         return tensor
 
+    def take_into(self, name: str, target: Tensor) -> None:
+        target.copy_(self.take(name, tuple(target.shape)))
+
 
 class Case:
     """One model of the grid on the GPU and as a reference, with three prompts read by both."""

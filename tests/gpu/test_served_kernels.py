@@ -156,6 +156,28 @@ def test_planned_memory_is_what_the_device_gives(engine: TorchEngine) -> None:
 def test_a_steady_window_takes_no_device_memory_and_waits_only_for_its_results(
     engine: TorchEngine,
 ) -> None:
+    steady(engine)
+
+
+@pytest.mark.parametrize("ple_io", ["mmap", "direct"])
+def test_a_table_on_the_disk_gives_the_same_bits_and_costs_no_wait(
+    engine: TorchEngine, ple_io: str
+) -> None:
+    kv = "int8" if engine.info.kv_dtype == "int8" else "bf16"
+    stored = load_engine(replace(CONFIG, kernels="compiled", kv=kv, ple_io=ple_io), rehearse=True)
+    assert "ple table" not in {item.name for item in stored.info.memory_plan}
+    prompt, rows = text(200, 3), {0: text(5, 4)}
+    expected, found = (
+        torch.cat((one.prefill_logits(0, prompt, 0), one.verify_logits(rows)[0]))
+        for one in (engine, stored)
+    )
+    assert torch.equal(found, expected)
+    stored.commit({0: 2})
+    steady(stored)
+
+
+def steady(engine: TorchEngine) -> None:
+    """Four slots' windows with chains take no device memory and wait for what is read alone."""
     for slot in range(4):
         read(engine, slot, text(100, slot), SAMPLING["sampled"])
     steps = tuple(DecodeStep(slot=s, max_draft=4, spec_min_p=0.0) for s in range(4))

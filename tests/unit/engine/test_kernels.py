@@ -30,7 +30,6 @@ def make_spec() -> ModelSpec:
         ({"kv": "fp32"}, "bf16 or int8, not in fp32"),
         ({"expert_cache": 8}, "without tiers"),
         ({"expert_profile": "ranking.bin"}, "without tiers"),
-        ({"ple_io": "direct"}, "without --ple-io direct"),
     ],
 )
 def test_choices_that_the_triton_kernels_do_not_have(changes: dict[str, Any], reason: str) -> None:

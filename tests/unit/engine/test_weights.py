@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from engine import weights
 from engine.errors import WeightMismatch
 from engine.sources.safetensors import SafetensorsSource
 from engine.weights import Checkpoint
@@ -37,6 +38,26 @@ def test_int8_rows_times_their_scales(tmp_path: Path) -> None:
         assert taken.tolist() == [[[0.5, -1.0], [31.75, 0.0]]]
         checkpoint.take(EMBEDDING, (4, 2))
         checkpoint.finish()
+
+
+def test_rows_are_taken_into_place_some_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "_ROWS_VALUES", 8)
+    codes = torch.randint(-127, 128, (11, 3), dtype=torch.int8)
+    scale = torch.rand(11) + 0.5
+    plain = torch.randn(11, 3)
+    files = {"w": codes, "w_scale": scale, "p": plain, "bad": plain.clone()}
+    files["bad"][10, 2] = torch.nan
+    with open_checkpoint(write(tmp_path, files)) as checkpoint:
+        for name in ("w", "p"):
+            target = torch.empty(11, 3)
+            checkpoint.take_into(name, target)
+            assert torch.equal(target, checkpoint.take(name, (11, 3)))
+        with pytest.raises(WeightMismatch, match=r"w: found shape \[11, 3\], required \[11, 4\]"):
+            checkpoint.take_into("w", torch.empty(11, 4))
+        with pytest.raises(WeightMismatch, match="bad: found values that are not finite"):
+            checkpoint.take_into("bad", target)
 
 
 @pytest.mark.parametrize(
