@@ -33,7 +33,7 @@ from engine.parked_files import FileLayout, FilesDirectory, ParkedFiles
 from engine.sampling import Picker
 from engine.sources.opening import open_source, read_spec
 from engine.stages import StagedParked, StagedTrunk, Stages
-from engine.startup import StartupMarks, free_bytes, free_host_bytes
+from engine.startup import StartupMarks, free_bytes, free_host_bytes, library_bytes
 from engine.startup_budget import low_memory_line
 from engine.startup_plan import (
     Machine,
@@ -194,10 +194,12 @@ def load_part(config: EngineConfig, spec: ModelSpec, device: torch.device) -> Lo
 
 def machine_of(device: torch.device) -> Machine:
     """What a start on a device can plan with."""
+    free = free_bytes(device)
     return Machine(
         has_gpu=device.type == "cuda",
-        device_bytes=free_bytes(device),
+        device_bytes=free,
         host_bytes=free_host_bytes(),
+        library_bytes=library_bytes(device),
     )
 
 
@@ -280,7 +282,7 @@ def _load_native_step(
     tiles, ple_io = uses_tiles(config), config.ple_io
     lines = planned_lines(checkpoint.source, spec, limits, num_threads, ple_io, tiles=tiles)
     plan = plan_start(config, spec, machine, torch.float32, step_lines=lines)
-    marks = StartupMarks(plan.memory)
+    marks = StartupMarks(plan.memory, taken_bytes=plan.library_bytes)
     state = _new_state(plan, torch.device("cpu"))
     step = NativeStep(checkpoint, spec, state, limits, num_threads, ple_io, tiles=tiles)
     _reach_loaded(marks)
@@ -320,7 +322,7 @@ def load_cuda_step(
     lines = planned_cuda_lines(source, spec, limits, config.ple_io)
     plan = plan_start(config, spec, machine, torch.bfloat16, step_lines=lines)
     _log.info("the Triton kernels run, with experts rounded to 4 bits")
-    marks = StartupMarks(plan.memory)
+    marks = StartupMarks(plan.memory, taken_bytes=plan.library_bytes)
     state = _new_state(plan, device)
     model = load_cuda_model(
         source,
@@ -367,7 +369,7 @@ def _load_layers(
     """The torch layers, in the order of product.md D7."""
     dtype = dtype_of(config.dtype, has_gpu=machine.has_gpu)
     plan = plan_start(config, spec, machine, dtype)
-    marks = StartupMarks(plan.memory)
+    marks = StartupMarks(plan.memory, taken_bytes=plan.library_bytes)
     loader = ModelLoader(
         checkpoint,
         spec,

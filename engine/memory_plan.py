@@ -105,6 +105,7 @@ class MemoryPlan:
 
 SESSION = "session "
 TABLE = "ple table"
+LIBRARY = "library workspace"
 TIER_ONE = "experts, tier one"
 TIER_TWO = "experts, tier two"
 EXPERTS_4_BITS = "experts, 4 bits"

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -22,6 +23,8 @@ _TOLERANCE = 0.02
 _TOLERANCE_BYTES = 64 * MIB
 _UNNAMED_BYTES = MIB
 """Hash constants, tables of fixed size and the like: two percent of a toy model would not hold them."""
+USUAL_LIBRARY_BYTES = 32 * MIB
+"""`library_bytes` of a device of compute capability 9, for plans of machines that are not this one."""
 _log = logging.getLogger("engine.startup")
 
 
@@ -36,10 +39,14 @@ class Mark:
 
 @dataclass(slots=True)
 class StartupMarks:
-    """Checks each checkpoint as it is reached. The plan may be made more precise between two of them."""
+    """Checks each checkpoint as it is reached. The plan may be made more precise between two of them.
+
+    taken_bytes: what the plan names of memory that was taken before.
+    """
 
     plan: MemoryPlan
     marks: list[Mark] = field(default_factory=list[Mark])
+    taken_bytes: int = 0
     _base_bytes: int = field(default_factory=lambda: held_bytes())
     _passing_bytes: int = 0
 
@@ -49,7 +56,7 @@ class StartupMarks:
         Raises PlanMismatch if the two differ by more than `allowed_bytes`.
         """
         self._passing_bytes += passing_bytes
-        actual = held_bytes() - self._base_bytes + self._passing_bytes
+        actual = held_bytes() - self._base_bytes + self.taken_bytes + self._passing_bytes
         mark = Mark(step=step, planned_bytes=self.plan.until(step), actual_bytes=actual)
         self.marks.append(mark)
         _log.info(
@@ -72,8 +79,9 @@ def allowed_bytes(planned_bytes: int) -> float:
 
 
 def held_bytes() -> int:
-    """Bytes of all live tensors on the CPU, and what torch's allocator has given out on CUDA devices.
+    """Bytes of all live tensors on the CPU, and what torch's allocator was asked for on CUDA devices.
 
+    What the allocator gives beyond that, by rounding up, is its own and depends on what was freed before.
     Of a file that is mapped as a whole only what float tensors use in place counts: those are weights.
     """
     storages: dict[int, int] = {}
@@ -105,7 +113,27 @@ def _union(ranges: Iterable[tuple[int, int]]) -> int:
 def _device_bytes() -> int:
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return 0
-    return sum(torch.cuda.memory_allocated(i) for i in range(torch.cuda.device_count()))
+    return sum(_requested_bytes(i) for i in range(torch.cuda.device_count()))
+
+
+def _requested_bytes(device: int | torch.device) -> int:
+    return torch.cuda.memory_stats(device).get("requested_bytes.all.current", 0)
+
+
+@functools.cache
+def library_bytes(device: torch.device) -> int:
+    """Memory that torch's product library keeps on a device, from its first product on; 0 if it has had that before.
+
+    Asks for that product, so that a plan can name what would otherwise show up somewhere on the way.
+    """
+    if device.type != "cuda":
+        return 0
+    before = _requested_bytes(device)
+    ones = torch.ones(16, 16, device=device)
+    product = ones @ ones
+    torch.cuda.synchronize(device)
+    del ones, product
+    return _requested_bytes(device) - before
 
 
 def free_bytes(device: torch.device) -> int:

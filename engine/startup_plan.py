@@ -17,6 +17,7 @@ from engine.expert_profile import ExpertProfile, read_profile
 from engine.interface import MAX_SLOTS, MAX_SPEC
 from engine.linear import MAX_WINDOW_ROWS
 from engine.memory_plan import (
+    LIBRARY,
     MIB,
     ExpertPlan,
     MemoryPlan,
@@ -51,11 +52,15 @@ _KV_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Free memory to plan with. Without a GPU, device_bytes is the same memory as host_bytes."""
+    """Free memory to plan with. Without a GPU, device_bytes is the same memory as host_bytes.
+
+    library_bytes: what torch's product library takes on the device for itself.
+    """
 
     has_gpu: bool
     device_bytes: int
     host_bytes: int
+    library_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +116,7 @@ class StartPlan:
     experts: ExpertSplit
     cache: CacheSize
     memory: MemoryPlan
+    library_bytes: int
     step_lines: tuple[PlanLine, ...] | None
     """What a compiled step takes beside the slots' state; None when the torch layers run."""
 
@@ -157,6 +163,7 @@ def plan_start(
         experts=everything,
         cache=_uncached(config),
         memory=MemoryPlan(lines=()),
+        library_bytes=machine.library_bytes,
         step_lines=step_lines,
     )
     plan = replace(plan, memory=_memory(plan))
@@ -222,6 +229,9 @@ def _profile(config: EngineConfig, spec: ModelSpec) -> ExpertProfile | None:
 
 def _memory(plan: StartPlan) -> MemoryPlan:
     memory, limits = _own_memory(plan), plan.limits
+    if plan.library_bytes:
+        workspace = PlanLine(name=LIBRARY, num_bytes=plan.library_bytes, step=Step.WEIGHTS)
+        memory = MemoryPlan(lines=(workspace, *memory.lines))
     if limits.num_groups == 1:
         return memory
     # As many pieces as may be on their way at once.

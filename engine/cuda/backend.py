@@ -19,7 +19,7 @@ from engine.cuda.sizes import BUFFERS, NamesOnly, weight_parts
 from engine.cuda.step import CudaStep
 from engine.cuda.weights import CudaLoader
 from engine.errors import ConfigMismatch
-from engine.memory_plan import MIB, TABLE, Place, PlanLine, Step
+from engine.memory_plan import TABLE, Place, PlanLine, Step
 from engine.state import SlotState
 
 if TYPE_CHECKING:
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from engine.sampling import PickRow, Picks
     from engine.startup_plan import Limits
     from engine.state import KeptRows, Rows
-
-_WORKSPACE_BYTES = 32 * MIB
-"""What torch gives cuBLAS on a device of compute capability 9."""
 
 
 class CudaTrunk:
@@ -179,7 +176,6 @@ def planned_cuda_lines(
     ]
     piece = chunk_bytes(spec, limits.piece_tokens, limits.max_context)
     lines += [
-        PlanLine(name="library workspace", num_bytes=_WORKSPACE_BYTES, step=Step.WEIGHTS),
         PlanLine(name="prefill buffers", num_bytes=piece, step=Step.PROMPT),
     ]
     return tuple(lines)

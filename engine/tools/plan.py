@@ -14,6 +14,7 @@ from engine.config import DEFAULT_MODEL, EngineConfig, ModelParts, model_path
 from engine.errors import PlanRefused, WeightMismatch
 from engine.interface import MAX_SLOTS, MAX_SPEC
 from engine.kernels import why_not_compiled
+from engine.loading import machine_of
 from engine.memory_plan import (
     EXPERTS_4_BITS,
     MIB,
@@ -26,7 +27,7 @@ from engine.memory_plan import (
 )
 from engine.native.step import planned_lines, uses_tiles
 from engine.sources.opening import open_source, read_spec
-from engine.startup import free_bytes, free_host_bytes
+from engine.startup import USUAL_LIBRARY_BYTES, free_host_bytes
 from engine.startup_plan import (
     Machine,
     StartPlan,
@@ -246,8 +247,12 @@ def _machine(device: str, vram_mib: int | None, ram_mib: int | None) -> Machine:
     """This machine, or what the options say of another."""
     host = free_host_bytes() if ram_mib is None else ram_mib * MIB
     if vram_mib is not None:
-        return Machine(has_gpu=vram_mib > 0, device_bytes=vram_mib * MIB or host, host_bytes=host)
+        return Machine(
+            has_gpu=vram_mib > 0,
+            device_bytes=vram_mib * MIB or host,
+            host_bytes=host,
+            library_bytes=USUAL_LIBRARY_BYTES if vram_mib else 0,
+        )
     if ram_mib is not None:
         return Machine(has_gpu=False, device_bytes=host, host_bytes=host)
-    found = device_of(device)
-    return Machine(has_gpu=found.type == "cuda", device_bytes=free_bytes(found), host_bytes=host)
+    return machine_of(device_of(device))
