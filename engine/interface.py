@@ -2,7 +2,8 @@
 
 Holds no tensor and imports no torch, so that messages can cross a process border (product.md D5).
 A *slot* is a seat in the batch; a *window* is one draft, verify, accept round over all slots. Messages made for every
-slot of every window are Structs, which are made and read ten times as fast as frozen dataclasses.
+slot of every window are Structs, which are made and read ten times as fast as frozen dataclasses; on the wire they are
+arrays without their fields' names, and as nothing in them can refer back the garbage collector need not look at them.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ class PrefillChunk:
     """Keep the running state after this piece under a new id."""
 
 
-class DecodeStep(Struct, frozen=True, kw_only=True):
+class DecodeStep(Struct, frozen=True, kw_only=True, gc=False, array_like=True):
     """Draft at most `max_draft` tokens for a slot and verify them together with its last sampled token.
 
     The chain ends before the first draft whose draft-layer probability is below `spec_min_p`. The result has
@@ -250,7 +251,7 @@ class WindowPlan:
     decodes: tuple[DecodeStep, ...] = ()
 
 
-class TokenLogprobs(Struct, frozen=True, kw_only=True):
+class TokenLogprobs(Struct, frozen=True, kw_only=True, gc=False, array_like=True):
     """Log-probabilities of one row under the softmax of the unprocessed logits."""
 
     logprob: float
@@ -259,7 +260,7 @@ class TokenLogprobs(Struct, frozen=True, kw_only=True):
     """(id, logprob) of the best alternatives, best first."""
 
 
-class SlotTokens(Struct, frozen=True, kw_only=True):
+class SlotTokens(Struct, frozen=True, kw_only=True, gc=False, array_like=True):
     """New output tokens of one slot: accepted drafts, then the target's own next pick (the bonus)."""
 
     slot: int

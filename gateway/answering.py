@@ -17,6 +17,7 @@ from gateway.middleware import ALLOWANCE, OWNER, REQUEST_ID
 from gateway.output_parser import OutputParser
 from gateway.stream import FrameResponse, FrameStream
 from gateway.tracing import TRACED
+from scheduler.turn import NextTurn
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -42,6 +43,7 @@ class Answering:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._writing = NextTurn()
 
     async def metered(
         self,
@@ -122,7 +124,7 @@ class Answering:
         """The answer as server-sent events."""
         config = self._service.config
         return FrameResponse(
-            FrameStream(generation, writer, meter),
+            FrameStream(generation, writer, meter, self._writing),
             keepalive_s=config.keepalive_s,
             send_timeout_s=config.send_timeout_s,
             keep_alive=keep_alive,

@@ -33,7 +33,7 @@ class OutputToken:
     """... and with it."""
 
 
-class TextDelta(Struct, frozen=True, kw_only=True):
+class TextDelta(Struct, frozen=True, gc=False):
     """Text that can be sent, and the tokens that made it."""
 
     text: str
@@ -57,11 +57,8 @@ class Detokenizer:
         """Tokens not delivered yet."""
         self.num_tokens = 0
         """Tokens up to the one that completed a stop string."""
-
-    @property
-    def stopped(self) -> bool:
+        self.stopped = False
         """A stop string was found; later ids are ignored."""
-        return self._stop.found
 
     @property
     def stop_string(self) -> str | None:
@@ -74,7 +71,9 @@ class Detokenizer:
         """Take new ids, give the text that is now certain."""
         if logprobs is None and not self._stop.strings:
             self.num_tokens += len(token_ids)
-            return TextDelta(text=self._decode(b"".join(map(self._token_bytes, token_ids))))
+            if len(token_ids) == 1:
+                return TextDelta(self._decode(self._token_bytes(token_ids[0])))
+            return TextDelta(self._decode(b"".join(map(self._token_bytes, token_ids))))
         released: list[str] = []
         for index, token_id in enumerate(token_ids):
             if self.stopped:
@@ -91,6 +90,7 @@ class Detokenizer:
                 self._pending.append(token)
             self._num_chars += len(text)
             released.append(self._stop.push(text))
+            self.stopped = self._stop.found
         return TextDelta(text="".join(released), tokens=self._release_tokens())
 
     def finish(self) -> TextDelta:
@@ -100,6 +100,7 @@ class Detokenizer:
         rest = self._decoder.decode(b"", final=True)
         self._num_chars += len(rest)
         text = self._stop.push(rest) + self._stop.finish()
+        self.stopped = self._stop.found
         return TextDelta(text=text, tokens=self._release_tokens(is_last=True))
 
     def _decode(self, data: bytes) -> str:

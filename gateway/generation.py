@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from gateway.detokenize import Detokenizer, OutputToken
+from gateway.detokenize import Detokenizer, OutputToken, TextDelta
 from gateway.output_parser import ParsedDelta
 from gateway.tools import CallDelta
 from scheduler.messages import Finished, FinishReason, Tokens
@@ -32,7 +32,7 @@ FAILED = "failed"
 """Outcome of a sequence that could not be finished."""
 
 
-class ChoiceDelta(Struct, frozen=True, kw_only=True):
+class ChoiceDelta(Struct, frozen=True, kw_only=True, gc=False):
     """News of one choice."""
 
     index: int
@@ -112,6 +112,7 @@ class Choice:
         self._parser = parser
         self._think_ids = None if parser is None else files.think_ids
         self._in_thought = prepared.in_thought
+        self._has_calls = False
 
     @property
     def ended(self) -> bool:
@@ -144,20 +145,16 @@ class Choice:
         think_ids = self._think_ids
         if think_ids is not None and (self._in_thought or think_ids[0] in shown):
             self._count_reasoning(shown[:num_tokens], think_ids)
-        parser = self._parser
-        parsed = ParsedDelta(content=delta.text) if parser is None else parser.push(delta.text)
         if detokenizer.stopped:
             self.finish_reason = FinishReason.STOP
-            parsed = _joined(parsed, self._finish_parser())
         elif has_stop_id:
             self._num_stop_ids += 1
             num_tokens += 1
+        if self._parser is not None:
+            return self._parsed(self._parser, delta, num_tokens)
         return ChoiceDelta(
             index=self.index,
-            reasoning=parsed.reasoning,
-            content=parsed.content,
-            calls=parsed.calls,
-            has_calls=parser is not None and parser.num_calls > 0,
+            content=delta.text,
             tokens=delta.tokens,
             finish_reason=self.finish_reason,
             num_tokens=num_tokens,
@@ -167,24 +164,34 @@ class Choice:
         """The last delta of a sequence that ended by itself: what was held back."""
         self.engine_usage = event.usage
         delta = self._detokenizer.finish()
-        parsed = _joined(self._parse(delta.text), self._finish_parser())
         # A broken character at the very end may still complete a stop string.
         self.finish_reason = FinishReason.STOP if self._detokenizer.stopped else event.reason
+        reason = self.finish_reason
+        if self._parser is not None:
+            return self._parsed(self._parser, delta, 0)
+        return ChoiceDelta(
+            index=self.index, content=delta.text, tokens=delta.tokens, finish_reason=reason
+        )
+
+    def _parsed(self, parser: OutputParser, new: TextDelta, num_tokens: int) -> ChoiceDelta:
+        """The parts of new text; when the choice has ended, all that the parser holds as well."""
+        reason = self.finish_reason
+        parsed = parser.push(new.text)
+        if reason is not None:
+            parsed = _joined(parsed, parser.finish())
+        elif parser.is_through:
+            self._parser = None  # all that still comes is content
+        self._has_calls = self._has_calls or bool(parsed.calls)
         return ChoiceDelta(
             index=self.index,
             reasoning=parsed.reasoning,
             content=parsed.content,
             calls=parsed.calls,
-            has_calls=self._parser is not None and self._parser.num_calls > 0,
-            tokens=delta.tokens,
-            finish_reason=self.finish_reason,
+            has_calls=self._has_calls,
+            tokens=new.tokens,
+            finish_reason=reason,
+            num_tokens=num_tokens,
         )
-
-    def _parse(self, text: str) -> ParsedDelta:
-        return ParsedDelta(content=text) if self._parser is None else self._parser.push(text)
-
-    def _finish_parser(self) -> ParsedDelta:
-        return ParsedDelta() if self._parser is None else self._parser.finish()
 
     def _count_reasoning(self, token_ids: Sequence[int], think_ids: tuple[int, int]) -> None:
         """Tokens of the thought, its marks included."""

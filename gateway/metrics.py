@@ -63,8 +63,8 @@ class Metrics:
         )
         self.recent = RecentTokens()
         """Of all endpoints together."""
-        self.gaps = _TokenCollector()
-        self._registry.register(self.gaps)
+        self.tokens = _TokenCollector(self.recent)
+        self._registry.register(self.tokens)
         self._total = Histogram(
             "stratagate_request_seconds",
             "From the request's arrival to its last token.",
@@ -100,12 +100,14 @@ class RecentTokens:
         self._counts = [0] * self.window_s
         self._second = 0
         """The one that is being counted; the others of the ring lie before it."""
+        self._place = 0
+        """Its place."""
+        self._ends_s = 1.0
 
     def add(self, now_s: float, num_tokens: int) -> None:
-        second = int(now_s)
-        if second != self._second:
-            self._advance(second)
-        self._counts[second % self.window_s] += num_tokens
+        if now_s >= self._ends_s:
+            self._advance(int(now_s))
+        self._counts[self._place] += num_tokens
 
     def per_s(self, now_s: float, uptime_s: float) -> float:
         """Tokens per second over the window, or since the start if that is shorter."""
@@ -118,6 +120,8 @@ class RecentTokens:
         for passed in range(self._second + 1, min(second, self._second + self.window_s) + 1):
             self._counts[passed % self.window_s] = 0
         self._second = max(second, self._second)
+        self._place = self._second % self.window_s
+        self._ends_s = self._second + 1.0
 
 
 class Meter:
@@ -133,6 +137,7 @@ class Meter:
         """allowance: what the tokens are charged to."""
         self._allowance = allowance
         self._metrics = metrics
+        self._tokens = metrics.tokens
         self._endpoint = endpoint
         self._now = now
         self._arrived_s = now()
@@ -155,13 +160,10 @@ class Meter:
         if self._allowance is not None:
             self._allowance.charge(num_tokens)
         now_s = self._now()
-        metrics, last_s, self._last_s = self._metrics, self._last_s, now_s
-        metrics.recent.add(now_s, num_tokens)
-        if last_s is None:
-            metrics.ttft.observe(now_s - self._arrived_s)
-        else:
-            metrics.gaps.observe((now_s - last_s) / num_tokens)
-        metrics.gaps.num_tokens += num_tokens
+        if self._last_s is None:
+            self._metrics.ttft.observe(now_s - self._arrived_s)
+        self._tokens.delivered(num_tokens, now_s, self._last_s)
+        self._last_s = now_s
 
     def ended(self, outcome: str) -> None:
         """Counts the request; only the first call does."""
@@ -185,19 +187,25 @@ class Meter:
 class _TokenCollector(Collector):
     """What is counted for every delivery: plain numbers, since the library's locks would cost as much as the text."""
 
-    def __init__(self) -> None:
-        self.num_tokens = 0
+    def __init__(self, recent: RecentTokens) -> None:
+        self._recent = recent
+        self._num_tokens = 0
         self._counts = [0] * (len(_GAP_BUCKETS_S) + 1)
         self._sum_s = 0.0
 
-    def observe(self, gap_s: float) -> None:
-        """Count the time of one delivery, by token."""
+    def delivered(self, num_tokens: int, now_s: float, last_s: float | None) -> None:
+        """Count a delivery and, by token, the time since the one before, if there was one."""
+        self._num_tokens += num_tokens
+        self._recent.add(now_s, num_tokens)
+        if last_s is None:
+            return
+        gap_s = (now_s - last_s) / num_tokens
         self._counts[bisect_left(_GAP_BUCKETS_S, gap_s)] += 1
         self._sum_s += gap_s
 
     def collect(self) -> Iterator[Metric]:
         yield _counter(
-            "completion_tokens", "Output tokens delivered, stop ids included.", self.num_tokens
+            "completion_tokens", "Output tokens delivered, stop ids included.", self._num_tokens
         )
         bounds = [*map(str, _GAP_BUCKETS_S), "+Inf"]
         yield HistogramMetricFamily(

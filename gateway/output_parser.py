@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 
 
-class ParsedDelta(Struct, frozen=True, kw_only=True):
+class ParsedDelta(Struct, frozen=True, kw_only=True, gc=False):
     """New text of each part, in the order in which the parts come."""
 
     reasoning: str = ""
@@ -60,14 +60,12 @@ class OutputParser:
         self._calls = CallParser({tool.name: tool for tool in tools}) if tools else None
 
     @property
-    def num_calls(self) -> int:
-        """Tool calls that were begun."""
-        return 0 if self._calls is None else self._calls.num_calls
+    def is_through(self) -> bool:
+        """All that still comes is content, and nobody wants to know where it is: the parser is not needed any more."""
+        return self._state is _State.CONTENT and self._calls is None and self.spans is None
 
     def push(self, text: str) -> ParsedDelta:
         """Parts that are now certain."""
-        if self._state is _State.CONTENT and self._calls is None and self.spans is None:
-            return ParsedDelta(content=text)
         parts = _Parts()
         self._num_chars += len(text)
         rest, self._held = self._held + text, ""

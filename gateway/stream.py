@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from gateway.metrics import Meter
     from gateway.replies import JsonReply, LogprobWriter, ReplyHead
     from gateway.wire import StreamOptions
+    from scheduler.turn import NextTurn
 
 ABORT = "stratagate.abort"
 """Scope key, where the server has one: drops the connection with all that is buffered for it."""
@@ -182,15 +183,18 @@ class ChunkFrames:
         return b"".join(self._chunk(choice) for choice in opening if choice is not None)
 
     def output(self, delta: ChoiceDelta) -> bytes:
-        is_plain = delta.content and not (delta.reasoning or delta.calls or delta.tokens)
+        content = delta.content
+        is_plain = content and not (delta.reasoning or delta.calls or delta.tokens)
         if is_plain and not self._delivery.continuous_usage:
             before, after = self._around.get(delta.index) or self._around_text(delta.index)
-            data = b"%b%b%b" % (before, orjson.dumps(delta.content), after)
+            data = b"%b%b%b" % (before, orjson.dumps(content), after)
         else:
             data = self._chunk(self._chunks.output(delta)) if delta.has_output else b""
-        if (finish_name := delta.finish_name) is not None:
-            data += self._chunk(self._chunks.ending(delta.index, finish_name))
-        return data
+        if delta.finish_reason is None:
+            return data
+        finish_name = delta.finish_name
+        assert finish_name is not None
+        return data + self._chunk(self._chunks.ending(delta.index, finish_name))
 
     def closing(self) -> bytes:
         if not self._delivery.include_usage:
@@ -226,15 +230,19 @@ class FrameStream(AsyncIterator[bytes]):
     would cost each of them a cold cache.
     """
 
-    def __init__(self, generation: Generation, writer: FrameWriter, meter: Meter) -> None:
+    def __init__(
+        self, generation: Generation, writer: FrameWriter, meter: Meter, writing: NextTurn
+    ) -> None:
+        """writing: the turn in which the streams of a server write."""
         self._generation = generation
+        self._writing = writing
         self._writer = writer
         self._meter = meter
         self._write: WriteNow | None = None
         self._hang_up: Callable[[], object] | None = None
         self._kept: list[bytes] = []
         self._is_due = False
-        """The event loop will call `_flush`."""
+        """`_flush` will be called."""
         self._is_taken = False
         """What the iterator gave last is on its way: nothing may overtake it."""
         self._is_over = False
@@ -245,7 +253,6 @@ class FrameStream(AsyncIterator[bytes]):
     def start(self, write: WriteNow | None, hang_up: Callable[[], object] | None = None) -> None:
         """Begin to make frames; without `write` all of them are kept. A failure calls `hang_up`."""
         self._write, self._hang_up = write, hang_up
-        self._call_soon = asyncio.get_running_loop().call_soon
         try:
             self._put(self._writer.opening())
             self._generation.start(self._deliver, self._end)
@@ -273,7 +280,8 @@ class FrameStream(AsyncIterator[bytes]):
 
     def _deliver(self, delta: ChoiceDelta) -> None:
         self._meter.delivered(delta.num_tokens)
-        if data := self._writer.output(delta):
+        data = self._writer.output(delta)
+        if data:
             self._put(data)
 
     def _end(self, error: Exception | None) -> None:
@@ -294,7 +302,7 @@ class FrameStream(AsyncIterator[bytes]):
         self._kept.append(data)
         if not self._is_due:
             self._is_due = True
-            self._call_soon(self._flush)
+            self._writing.call(self._flush)
 
     def _flush(self) -> None:
         self._is_due = False
@@ -302,7 +310,7 @@ class FrameStream(AsyncIterator[bytes]):
             return  # the iterator comes back for the rest
         if self._kept and self._write is not None and self._write(b"".join(self._kept)):
             self._kept.clear()
-            self.last_sent_s = time.monotonic()
+            self.last_sent_s = self._writing.began_s
         if self._kept or self._is_over:
             self._news.set()
 

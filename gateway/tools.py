@@ -118,11 +118,6 @@ class CallParser:
         self._has_ended = False
         """No more text comes."""
 
-    @property
-    def num_calls(self) -> int:
-        """Calls that were begun."""
-        return self._num_calls
-
     def push(self, text: str) -> CallStep:
         """Take text of the present call, or the beginning of one."""
         self._held += text

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from functools import partial
 
 from scheduler.messages import GenerateRequest, TokenEvent, Tokens, Usage
+from scheduler.turn import NextTurn
 
 
 class RequestHandle(AsyncIterator[TokenEvent]):
@@ -18,8 +19,14 @@ class RequestHandle(AsyncIterator[TokenEvent]):
     """
 
     def __init__(
-        self, request: GenerateRequest, *, submitted_s: float, on_cancel: Callable[[], None]
+        self,
+        request: GenerateRequest,
+        *,
+        submitted_s: float,
+        on_cancel: Callable[[], None],
+        turn: NextTurn | None = None,
     ) -> None:
+        """turn: delivers what is listened for; shared with other handles, or its own."""
         self.request = request
         self.submitted_s = submitted_s
         self.started_s: float | None = None
@@ -33,6 +40,7 @@ class RequestHandle(AsyncIterator[TokenEvent]):
         self._notify: Callable[[], object] | None = None
         """Says to the consumer that there are events; None while it knows, or is not there."""
         self._on_cancel = on_cancel
+        self._turn = turn or NextTurn()
         self._cancelled = False
 
     @property
@@ -73,7 +81,7 @@ class RequestHandle(AsyncIterator[TokenEvent]):
             while events:
                 on_event(events.popleft())
 
-        notify = partial(asyncio.get_running_loop().call_soon, deliver)
+        notify = partial(self._turn.call, deliver)
         self._notify = notify
         if events:
             self._tell()

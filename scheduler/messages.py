@@ -90,7 +90,7 @@ class Usage:
     """Windows that decoded."""
 
 
-class Tokens(Struct, frozen=True, kw_only=True):
+class Tokens(Struct, frozen=True, kw_only=True, gc=False):
     """New output ids, in order; a stop id is included."""
 
     token_ids: tuple[int, ...]

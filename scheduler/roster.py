@@ -6,6 +6,7 @@ and submit may come at any time and the slots still have one owner.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Set
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,12 +15,13 @@ from engine.interface import WindowPlan
 from scheduler.admission import PreemptionRules, ReturnLine, WaitingQueue, pick_preempted
 from scheduler.errors import DeadlineExceeded, EngineDead, Overloaded
 from scheduler.handle import RequestHandle
-from scheduler.messages import Failed, GenerateRequest, TokenEvent, Tokens
+from scheduler.messages import Failed, Finished, GenerateRequest, Tokens
 from scheduler.parking import Parking
 from scheduler.prefill import ReadShare
 from scheduler.sequence import Phase, SequenceState
 from scheduler.slots import Slot, SlotTable
 from scheduler.stats import Counters, Outcome, SlotView, Totals, outcome_of
+from scheduler.turn import NextTurn
 from scheduler.window import (
     Flight,
     Pace,
@@ -35,6 +37,11 @@ if TYPE_CHECKING:
     from cache.store import StoreStats
     from engine.interface import EngineInfo, KeptFile, WindowResult
     from scheduler.config import SchedulerConfig
+
+_REST, _MAX_REST_S = 4.0, 0.004
+"""Between two turns of telling callers passes so many times what one takes, and at most so long: where windows come
+faster than that, the news of several are taken, and sent, at once. It takes dozens of slots or windows of less than a
+millisecond to get there."""
 
 
 class Roster:
@@ -70,6 +77,9 @@ class Roster:
         self._handles: dict[int, RequestHandle] = {}
         self._line = ReturnLine(info.num_slots)
         self._counters = Counters()
+        self._turn = NextTurn(rest=_REST, max_rest_s=_MAX_REST_S)
+        self._next_deadline_s = math.inf
+        """Nobody's deadline passes before it."""
 
     def admit(self, request: GenerateRequest, leader: RequestHandle | None = None) -> RequestHandle:
         """Queue a request. Raises Overloaded.
@@ -97,7 +107,11 @@ class Roster:
         )
         if sequence.leader is not None:
             sequence.leader.has_followers = True
-        handle = RequestHandle(request, submitted_s=now, on_cancel=partial(self._cancel, sequence))
+        if sequence.deadline_at_s is not None:
+            self._next_deadline_s = min(self._next_deadline_s, sequence.deadline_at_s)
+        handle = RequestHandle(
+            request, submitted_s=now, on_cancel=partial(self._cancel, sequence), turn=self._turn
+        )
         self._counters.submitted += 1
         self._handles[sequence.arrival] = handle
         self._waiting.add(sequence)
@@ -107,6 +121,8 @@ class Roster:
     def give_up_overdue(self) -> None:
         """Fail everyone whose deadline has passed."""
         now = self._clock()
+        if now < self._next_deadline_s:
+            return
         overdue = self._waiting.take_overdue(now)
         for sequence in overdue:
             self._parking.forget(sequence)
@@ -114,10 +130,13 @@ class Roster:
             if slot.sequence.is_overdue(now):
                 overdue += (self._table.release(slot.index),)
                 self._parking.left(slot)
+        live = (*self._waiting, *(slot.sequence for slot in self._table))
+        deadlines_s = [s.deadline_at_s for s in live if s.deadline_at_s is not None]
+        self._next_deadline_s = min(deadlines_s, default=math.inf)
         for sequence in overdue:
             limit_s = sequence.request.deadline_s
             error = DeadlineExceeded(f"not finished within its deadline of {limit_s} s")
-            self._publish(sequence, Failed(error=error))
+            self._end(sequence, Failed(error=error), self._clock())
 
     def seat_waiting(self) -> None:
         """Give free seats to those who are next, then the seats of those who have to give way."""
@@ -156,15 +175,22 @@ class Roster:
         self._pace = measured(self._table, self._pace, plan, result)
         for start in plan.starts:
             self._parking.started(self._table[start.slot])
-        seated = tuple(self._table)
+        seated, num_free = tuple(self._table), self._table.num_free
         events = apply_result(self._table, plan, result)
-        if ended := [slot for slot in seated if slot.sequence.phase is Phase.ENDED]:
+        if self._table.num_free > num_free:
+            ended = [slot for slot in seated if slot.sequence.phase is Phase.ENDED]
             self._park_ended(ended, broken_slots(plan, result).keys())
         if plan.chunks:
             self._share_prompts({chunk.slot for chunk in plan.chunks if chunk.is_last})
         now = self._clock()
-        for news in events:
-            self._tell(news.sequence, news.event, now)
+        handles, counters = self._handles, self._counters
+        for sequence, event in events:
+            if isinstance(event, Tokens):
+                if (handle := handles.get(sequence.arrival)) is not None:
+                    handle.publish(event, now)
+                    counters.completion_tokens += len(event.token_ids)
+            else:
+                self._end(sequence, event, now)
 
     def fail_all(self, error: Exception) -> None:
         """Nobody here can go on."""
@@ -172,7 +198,7 @@ class Roster:
         seated = tuple(self._table.release(slot.index) for slot in tuple(self._table))
         for sequence in (*seated, *self._waiting.take_all()):
             self._parking.forget(sequence)
-            self._publish(sequence, Failed(error=error))
+            self._end(sequence, Failed(error=error), self._clock())
 
     def engine_lost(self, error: Exception) -> None:
         """The engine is beyond use: nobody can go on, and there is nothing left to order of it."""
@@ -185,7 +211,7 @@ class Roster:
         for slot in tuple(self._table):
             sequence = self._table.release(slot.index)
             self._parking.forget(sequence)
-            self._publish(sequence, Failed(error=error))
+            self._end(sequence, Failed(error=error), self._clock())
 
     def window_refused(self, error: Exception) -> None:
         """The last plan was not carried out: nobody whose state was part of it can go on."""
@@ -286,7 +312,7 @@ class Roster:
         for sequence in sequences:
             self._waiting.remove(sequence)
             self._parking.forget(sequence)
-            self._publish(sequence, Failed(error=error))
+            self._end(sequence, Failed(error=error), self._clock())
 
     def _cancel(self, sequence: SequenceState) -> None:
         """The caller left: out of the queue now, out of the seat when its window returns."""
@@ -299,19 +325,12 @@ class Roster:
         handle.usage = sequence.usage()
         self._counters.outcomes[Outcome.CANCELLED] += 1
 
-    def _publish(self, sequence: SequenceState, event: TokenEvent) -> None:
+    def _end(self, sequence: SequenceState, event: Finished | Failed, now_s: float) -> None:
         """Tell the caller, unless it has left."""
-        self._tell(sequence, event, self._clock())
-
-    def _tell(self, sequence: SequenceState, event: TokenEvent, now_s: float) -> None:
-        handle = self._handles.get(sequence.arrival)
+        handle = self._handles.pop(sequence.arrival, None)
         if handle is None:
             return
         handle.publish(event, now_s)
-        if isinstance(event, Tokens):
-            self._counters.completion_tokens += len(event.token_ids)
-            return
-        del self._handles[sequence.arrival]
         handle.usage = sequence.usage()
         self._counters.outcomes[outcome_of(event)] += 1
         if handle.started_s is not None:

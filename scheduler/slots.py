@@ -43,7 +43,10 @@ class SlotTable:
 
     def settled(self) -> tuple[Slot, ...]:
         """Taken seats that are not in flight."""
-        return tuple([slot for slot in self if slot.index not in self.in_flight])
+        flying = self.in_flight
+        if not flying:
+            return tuple(self)
+        return tuple([slot for slot in self if slot.index not in flying])
 
     def in_phase(self, phase: Phase) -> tuple[Slot, ...]:
         return tuple([slot for slot in self if slot.sequence.phase is phase])

@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from msgspec import Struct
-
 from engine.interface import (
     DecodeStep,
     PrefillChunk,
@@ -35,6 +33,8 @@ if TYPE_CHECKING:
     from scheduler.slots import Slot, SlotTable
 
 _NO_TOKENS = "the engine gave no tokens for this sequence"
+_DECODING = Phase.DECODING
+"""Looking up a member of an enum takes as long as all else that a token costs here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,18 +56,17 @@ class Pace:
     """How drafts of all sequences went."""
 
 
-class SequenceEvent(Struct, frozen=True, kw_only=True):
-    """What to tell one sequence's caller."""
-
-    sequence: SequenceState
-    event: TokenEvent
+SequenceEvent = tuple[SequenceState, TokenEvent]
+"""What to tell one sequence's caller."""
 
 
 def plan_window(table: SlotTable, rules: WindowRules, pace: Pace) -> WindowPlan | None:
     """The next window's work, or None when no seat has any."""
     settled = table.settled()
-    reading = tuple([slot for slot in settled if slot.sequence.phase is Phase.READING])
-    decoding = tuple([slot for slot in settled if slot.sequence.phase is Phase.DECODING])
+    decoding = tuple([slot for slot in settled if slot.sequence.phase is _DECODING])
+    reading: tuple[Slot, ...] = ()
+    if len(decoding) < len(settled):
+        reading = tuple([slot for slot in settled if slot.sequence.phase is Phase.READING])
     chunks: tuple[PrefillChunk, ...] = ()
     if reading and pace.share.may_read(has_decodes=bool(decoding)):
         chunks = _plan_chunks(reading, rules)
@@ -167,13 +166,16 @@ def apply_result(
             table.release(index)
         elif index in broken:
             table.release(index)
-            events.append(_event(sequence, Failed(error=SlotFailed(broken[index]))))
+            events.append((sequence, Failed(error=SlotFailed(broken[index]))))
         elif (tokens := produced.get(index)) is not None:
             if (step := steps.get(index)) is not None:
                 sequence.num_steps += 1
                 if step.max_draft > 0:
                     _count_drafts(sequence, step, tokens)
-            _extend(table, slot, tokens, events)
+            events.append((sequence, _extend(sequence, tokens)))
+            if (reason := sequence.finish_reason()) is not None:
+                table.release(index)
+                events.append((sequence, _finished(sequence, reason)))
     return tuple(events)
 
 
@@ -207,9 +209,9 @@ class Flight:
 
 def broken_slots(plan: WindowPlan, result: WindowResult) -> dict[int, str]:
     """The slots whose state cannot be trusted after this window, and why."""
-    silent = {step.slot for step in plan.decodes}
-    silent |= {chunk.slot for chunk in plan.chunks if chunk.is_last}
-    silent -= {tokens.slot for tokens in result.tokens}
+    heard = {tokens.slot for tokens in result.tokens}
+    silent = [step.slot for step in plan.decodes if step.slot not in heard]
+    silent += [c.slot for c in plan.chunks if c.is_last and c.slot not in heard]
     failed = {failure.slot: failure.message for failure in result.failures}
     return dict.fromkeys(silent, _NO_TOKENS) | failed
 
@@ -234,47 +236,41 @@ def _observed(acceptance: Acceptance, step: DecodeStep, tokens: SlotTokens) -> A
     )
 
 
-def _extend(table: SlotTable, slot: Slot, tokens: SlotTokens, events: list[SequenceEvent]) -> None:
-    """Add a window's tokens to their sequence, and what its caller has to know to the events."""
-    sequence, token_ids = slot.sequence, tokens.token_ids
-    output_ids = sequence.output_ids
+def _extend(sequence: SequenceState, tokens: SlotTokens) -> Tokens:
+    """Add a window's tokens to their sequence, which has read its prompt by now."""
+    token_ids, output_ids = tokens.token_ids, sequence.output_ids
     num_wanted = sequence.request.max_tokens - len(output_ids)
     assert 0 < len(token_ids) <= num_wanted, "the engine overshot max_tokens"
     output_ids += token_ids
-    sequence.phase = Phase.DECODING
-    news = Tokens(token_ids=token_ids, logprobs=tokens.logprobs)
-    events.append(SequenceEvent(sequence=sequence, event=news))
-    reason = sequence.finish_reason()
-    if reason is None:
-        return
-    table.release(slot.index)
+    sequence.phase = _DECODING
+    return Tokens(token_ids=token_ids, logprobs=tokens.logprobs)
+
+
+def _finished(sequence: SequenceState, reason: FinishReason) -> Finished:
     stop_id = sequence.output_ids[-1] if reason is FinishReason.STOP else None
-    finished = Finished(reason=reason, stop_token_id=stop_id, usage=sequence.usage())
-    events.append(_event(sequence, finished))
-
-
-def _event(sequence: SequenceState, event: TokenEvent) -> SequenceEvent:
-    return SequenceEvent(sequence=sequence, event=event)
+    return Finished(reason=reason, stop_token_id=stop_id, usage=sequence.usage())
 
 
 def measured(table: SlotTable, pace: Pace, plan: WindowPlan, result: WindowResult) -> Pace:
     """The pace after one more window, whose result is not applied yet."""
     share = pace.share.after(result.times, has_decodes=bool(plan.decodes))
-    produced = {tokens.slot: tokens for tokens in result.tokens}
-    stepped = [step for step in plan.decodes if step.slot in produced]
-    if not stepped:
-        return Pace(share=share, costs=pace.costs, everyone=pace.everyone)
-    everyone, num_rows, num_draft_steps = pace.everyone, len(stepped), 0
-    for step in stepped:
+    steps = {step.slot: step for step in plan.decodes}
+    everyone, num_rows, num_draft_steps = pace.everyone, 0, 0
+    for tokens in result.tokens:
+        if (step := steps.get(tokens.slot)) is None:
+            continue
+        num_rows += 1
         if step.max_draft > 0:
-            tokens = produced[step.slot]
             num_rows += tokens.num_drafted
             num_draft_steps = max(num_draft_steps, min(step.max_draft, tokens.num_drafted + 1))
             everyone = _observed(everyone, step, tokens)
+    if num_rows == 0:
+        return Pace(share=share, costs=pace.costs, everyone=pace.everyone)
+    drafting = [slot for slot in table if slot.sequence.max_draft > 0]
     costs = pace.costs.observe(
         num_rows=num_rows,
         num_draft_steps=num_draft_steps,
-        uses_drafts=any([table[step.slot].max_draft > 0 for step in plan.decodes]),  # noqa: C419
+        uses_drafts=any([slot.index in steps for slot in drafting]),  # noqa: C419
         times=result.times,
     )
     return Pace(share=share, costs=costs, everyone=everyone)

@@ -22,6 +22,7 @@ from gateway.wire import StreamOptions
 from scheduler.errors import Overloaded
 from scheduler.handle import RequestHandle
 from scheduler.messages import Finished, FinishReason, Tokens, Usage
+from scheduler.turn import NextTurn
 from tests.conformance.live import default_files
 from tests.factories import make_request
 
@@ -60,7 +61,8 @@ async def test_a_response_that_cannot_even_begin_cancels_its_sequences() -> None
         ChatChunks(None),
         StreamOptions(stream=True),
     )
-    frames = FrameStream(generation, writer, Meter(Metrics(no_stats), "chat", lambda: 0.0))
+    meter = Meter(Metrics(no_stats), "chat", lambda: 0.0)
+    frames = FrameStream(generation, writer, meter, NextTurn())
     response = FrameResponse(frames, keepalive_s=10.0, send_timeout_s=10.0)
 
     async def send(message: Message) -> None:
@@ -113,7 +115,7 @@ class Line:
         self.generation = Generation([choice(0)], submit, counts_reasoning=False)
         self.writer = frames_of(self.generation, ChatChunks(None))
         meter = Meter(Metrics(no_stats), "chat", lambda: 0.0)
-        self.stream = FrameStream(self.generation, self.writer, meter)
+        self.stream = FrameStream(self.generation, self.writer, meter, NextTurn())
         (self.handle,) = handles
         self.takes = True
         self.written: list[bytes] = []
@@ -164,6 +166,16 @@ async def test_frames_are_written_once_a_window_while_the_connection_takes_them(
     line.handle.publish(END, 0.0)
     assert [data async for data in line.stream] == []
     assert line.written[-1].endswith(b"data: [DONE]\n\n")
+
+
+async def test_what_several_windows_brought_leaves_in_one_write_a_chunk_for_each() -> None:
+    line = Line()
+    line.stream.start(line.write)
+    await asyncio.sleep(0)
+    opening = len(line.written)
+    line.handle.publish(Tokens(token_ids=(300,)), 0.0)
+    await line.say(301)
+    assert [contents(data) for data in line.written[opening:]] == [[text_of(300), text_of(301)]]
 
 
 async def test_what_the_connection_does_not_take_waits_and_nothing_overtakes_it() -> None:

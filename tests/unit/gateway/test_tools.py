@@ -46,7 +46,7 @@ def parse(
     deltas = [parser.push(part) for part in parts]
     deltas.append(parser.finish())
     calls = merged_calls(call for delta in deltas for call in delta.calls)
-    assert [call.index for call in calls] == list(range(parser.num_calls))
+    assert [call.index for call in calls] == list(range(len(calls)))
     return (
         "".join(delta.reasoning for delta in deltas),
         "".join(delta.content for delta in deltas),

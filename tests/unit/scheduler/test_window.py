@@ -82,8 +82,8 @@ def test_a_new_prompt_is_started_with_its_first_chunk_only() -> None:
 
 def test_the_last_chunk_brings_the_first_token_and_the_next_window_decodes() -> None:
     table = table_of(make_sequence(prompt_ids=(1, 2)))
-    (news,) = apply_result(table, planned(table), result(tokens(0, 77)))
-    assert news.event == Tokens(token_ids=(77,))
+    ((_, event),) = apply_result(table, planned(table), result(tokens(0, 77)))
+    assert event == Tokens(token_ids=(77,))
     table.check_invariants()
     plan = planned(table)
     assert plan.chunks == ()
@@ -164,7 +164,7 @@ def test_the_cap_ends_a_sequence_and_frees_its_seat() -> None:
     sequence = table[0]
     answer = result(tokens(0, 7, 8, 9, num_drafted=2, num_accepted=2))
     news = apply_result(table, planned(table), answer)
-    finished = news[1].event
+    _, finished = news[1]
     assert isinstance(finished, Finished)
     assert finished.reason is FinishReason.LENGTH
     assert finished.usage.completion_tokens == 4
@@ -177,7 +177,7 @@ def test_accepted_drafts_behind_a_stop_do_not_count_as_kept() -> None:
     table = table_of(make_sequence(prompt_ids=(1,), stop_token_ids=(8,), max_tokens=20))
     read_all(table)
     answer = result(tokens(0, 7, 8, num_drafted=4, num_accepted=4))
-    finished = apply_result(table, planned(table), answer)[1].event
+    _, finished = apply_result(table, planned(table), answer)[1]
     assert isinstance(finished, Finished)
     assert (finished.reason, finished.stop_token_id) == (FinishReason.STOP, 8)
     assert finished.usage.accepted_tokens == 2
@@ -188,7 +188,7 @@ def test_a_failed_slot_leaves_alone() -> None:
     read_all(table)
     failure = SlotFailure(slot=0, message="non-finite logits")
     news = apply_result(table, planned(table), result(tokens(1, 7), failures=(failure,)))
-    failed, kept = (one.event for one in news)
+    failed, kept = (event for _, event in news)
     assert isinstance(failed, Failed) and isinstance(failed.error, SlotFailed)
     assert "non-finite" in str(failed.error)
     assert kept == Tokens(token_ids=(7,))
@@ -198,16 +198,16 @@ def test_a_failed_slot_leaves_alone() -> None:
 def test_a_slot_that_the_engine_forgot_fails() -> None:
     table = table_of(decoding())
     read_all(table)
-    (news,) = apply_result(table, planned(table), result())
-    assert isinstance(news.event, Failed)
+    ((_, event),) = apply_result(table, planned(table), result())
+    assert isinstance(event, Failed)
     assert table.num_free == 4
 
 
 def test_a_prompt_may_fail_before_its_last_chunk() -> None:
     table = table_of(make_sequence(prompt_ids=(1,) * 9))
     failure = SlotFailure(slot=0, message="broken")
-    (news,) = apply_result(table, planned(table), result(failures=(failure,)))
-    assert isinstance(news.event, Failed)
+    ((_, event),) = apply_result(table, planned(table), result(failures=(failure,)))
+    assert isinstance(event, Failed)
 
 
 def test_a_cancelled_sequence_leaves_without_a_word() -> None:
