@@ -21,6 +21,7 @@ from engine.loader import ModelLoader
 from engine.memory_plan import SESSION, TIER_ONE, TIER_TWO, Step
 from engine.native.pick import NativePicker
 from engine.native.step import (
+    PORTABLE,
     NativeChain,
     NativeDraft,
     NativeStep,
@@ -284,7 +285,8 @@ def _load_native_step(
     plan = plan_start(config, spec, machine, torch.float32, step_lines=lines)
     marks = StartupMarks(plan.memory, taken_bytes=plan.library_bytes)
     state = _new_state(plan, torch.device("cpu"))
-    step = NativeStep(checkpoint, spec, state, limits, num_threads, ple_io, tiles=tiles)
+    wide = config.kernels != PORTABLE
+    step = NativeStep(checkpoint, spec, state, limits, num_threads, ple_io, tiles=tiles, wide=wide)
     _reach_loaded(marks)
     picker = NativePicker(num_token_ids, spec.vocab_size)
     return Loaded(

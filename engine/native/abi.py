@@ -66,7 +66,7 @@ class Geometry(Structure):
         ),
         *_ints("num_experts num_active expert_dim shared_dim normalize"),
         *_ints("num_slots capacity ring_rows window_rows"),
-        ("tiles", c_int32),
+        *_ints("tiles wide"),
     )
 
 
@@ -231,7 +231,7 @@ RowsOf = ctypes.CFUNCTYPE(c_void_p, c_int)
 _CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "sources": (c_char_p, ()),
     "tiles": (c_int, ()),
-    "product": (None, (POINTER(Matrix), c_void_p, c_int, c_void_p, c_void_p)),
+    "product": (None, (POINTER(Matrix), c_void_p, c_int, c_int, c_void_p, c_void_p)),
     "product_floats": (c_int64, (POINTER(Matrix), c_int)),
     "scratch_floats": (c_int64, (POINTER(Model), c_int, c_int)),
     "open": (c_void_p, (POINTER(Model), POINTER(State), c_int, c_int, c_void_p)),

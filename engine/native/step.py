@@ -130,8 +130,9 @@ class NativeStep:
         ple_io: str = "ram",
         *,
         tiles: bool,
+        wide: bool,
     ) -> None:
-        """ple_io: where the n-gram tables lie; tiles: see `uses_tiles`.
+        """ple_io: where the n-gram tables lie; tiles: see `uses_tiles`; wide: see `geometry`.
 
         Raises WeightMismatch, ConfigMismatch for tables that cannot be read there, or EngineError when threads or
         memory are refused.
@@ -148,7 +149,9 @@ class NativeStep:
             dtype=torch.float32,
             device=state.device,
         )
-        numbers = geometry(spec, num_slots=limits.num_slots, capacity=state.capacity, tiles=tiles)
+        numbers = geometry(
+            spec, num_slots=limits.num_slots, capacity=state.capacity, tiles=tiles, wide=wide
+        )
         loader = NativeLoader(checkpoint, spec, self._keeper, ple_io, tiles=tiles)
         self._model = loader.load(numbers, rotary, with_draft=limits.max_draft > 0)
         self.tables: Sequence[HashedRows] = tuple(loader.tables)

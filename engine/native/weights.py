@@ -446,8 +446,13 @@ def _addressed(
     ]
 
 
-def geometry(spec: ModelSpec, *, num_slots: int, capacity: int, tiles: bool) -> abi.Geometry:
-    """The numbers that the compiled step needs; capacity: K/V cells of a slot; tiles: see NativeLoader."""
+def geometry(
+    spec: ModelSpec, *, num_slots: int, capacity: int, tiles: bool, wide: bool = True
+) -> abi.Geometry:
+    """The numbers that the compiled step needs; capacity: K/V cells of a slot; tiles: see NativeLoader.
+
+    wide: vectors may be as wide as the processor has them.
+    """
     gdn, qsa, moe = spec.gdn, spec.qsa, spec.moe
     return abi.Geometry(
         hidden=spec.hidden,
@@ -480,4 +485,5 @@ def geometry(spec: ModelSpec, *, num_slots: int, capacity: int, tiles: bool) -> 
         ring_rows=RING_ROWS,
         window_rows=WINDOW_ROWS,
         tiles=int(tiles),
+        wide=int(wide),
     )

@@ -2,8 +2,6 @@
 #include "model.h"
 #include "simd.h"
 
-#define MAX_WIDTH 4 /* vectors of value columns that go through the key rows together */
-
 typedef struct {
     Step *step;
     const Gdn *gdn;
@@ -40,13 +38,7 @@ static void conv_row(void *context, int row, int thread) {
                           : c->step->scratch.projected + (int64_t)(piece->first + back) * c->projected;
     }
     float *out = c->step->scratch.heads + (int64_t)row * c->channels;
-    for (int i = 0; i < c->channels; i += LANES) {
-        int left = c->channels - i;
-        vf sum = vload_n(tap[0] + i, left) * vload_n(c->gdn->conv + i, left);
-        for (int k = 1; k < g->conv_width; k++)
-            sum = vfma(vload_n(tap[k] + i, left), vload_n(c->gdn->conv + (int64_t)k * c->channels + i, left), sum);
-        vstore_n(out + i, vsilu(sum), left);
-    }
+    c->step->columns->convolve(out, tap, c->gdn->conv, g->conv_width, c->channels);
     for (int head = 0; head < 2 * g->key_heads; head++) {
         float *x = out + head * g->key_dim;
         float factor = 1.0f / sqrtf(dot(x, x, g->key_dim) + 1e-6f);
@@ -76,54 +68,6 @@ static void keep_conv_rows(const Context *c) {
             memmove(buffer + (int64_t)k * c->channels, row, bytes);
         }
     }
-}
-
-/* One row of the recurrence over `width` vectors of value columns: S = f S; d = beta (v - k S); o = q S + (q.k) d;
- * S = S + k d. s: [dk] rows `stride` apart. */
-INLINE void delta_rule(float *s, int stride, const int width, int dk, float factor, float beta, float overlap,
-                       const float *q, const float *k, const float *v, float *out, float *delta) {
-    vf read_k[MAX_WIDTH], read_q[MAX_WIDTH], d[MAX_WIDTH];
-    vf f = vset(factor);
-#pragma GCC unroll 4
-    for (int w = 0; w < width; w++)
-        read_k[w] = read_q[w] = vset(0.0f);
-    for (int i = 0; i < dk; i++) {
-        vf key = vset(k[i]), query = vset(q[i]);
-#pragma GCC unroll 4
-        for (int w = 0; w < width; w++) {
-            float *at = s + (int64_t)i * stride + w * LANES;
-            vf value = vload(at) * f;
-            vstore(at, value);
-            read_k[w] = vfma(key, value, read_k[w]);
-            read_q[w] = vfma(query, value, read_q[w]);
-        }
-    }
-#pragma GCC unroll 4
-    for (int w = 0; w < width; w++) {
-        d[w] = (vload(v + w * LANES) - read_k[w]) * vset(beta);
-        vstore(delta + w * LANES, d[w]);
-        vstore(out + w * LANES, vfma(vset(overlap), d[w], read_q[w]));
-    }
-    for (int i = 0; i < dk; i++) {
-        vf key = vset(k[i]);
-#pragma GCC unroll 4
-        for (int w = 0; w < width; w++) {
-            float *at = s + (int64_t)i * stride + w * LANES;
-            vstore(at, vfma(key, d[w], vload(at)));
-        }
-    }
-}
-
-static void delta_row(float *s, const Geometry *g, float factor, float beta, const float *q, const float *k,
-                      const float *v, float *out, float *delta) {
-    float overlap = dot(q, k, g->key_dim);
-    int column = 0;
-    for (; column + MAX_WIDTH * LANES <= g->value_dim; column += MAX_WIDTH * LANES)
-        delta_rule(s + column, g->value_dim, MAX_WIDTH, g->key_dim, factor, beta, overlap, q, k, v + column,
-                   out + column, delta + column);
-    for (; column < g->value_dim; column += LANES)
-        delta_rule(s + column, g->value_dim, 1, g->key_dim, factor, beta, overlap, q, k, v + column, out + column,
-                   delta + column);
 }
 
 static float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
@@ -166,7 +110,8 @@ static void head_task(void *context, int task, int thread) {
             memcpy(copy, s, (size_t)size * sizeof(float));
             s = copy;
         }
-        delta_row(s, g, factor, sigmoid1(b[head]), q, k, v, out, delta);
+        DeltaRow delta_row = {g->key_dim, g->value_dim, factor, sigmoid1(b[head]), dot(q, k, g->key_dim), q, k, v, out, delta};
+        step->columns->delta_row(s, &delta_row);
         if (!step->keeps_all) {
             int64_t kept = (((int64_t)c->index * g->num_slots + piece->slot) * g->window_rows + j) * g->value_heads + head;
             memcpy(step->state->replay_k + kept * g->key_dim, k, (size_t)g->key_dim * sizeof(float));
@@ -182,17 +127,17 @@ void gdn_layer(Step *step, const Gdn *gdn, int index, Input input) {
     Context c = context_of(step, gdn, index);
     const Geometry *g = &step->model->geometry;
     Scratch *scratch = &step->scratch;
-    product(step->pool, &gdn->in, input, (Rows){scratch->projected, 0, c.projected}, step->num_rows);
-    product(step->pool, &gdn->gates, input, (Rows){scratch->projected + gdn->in.n, 0, c.projected}, step->num_rows);
+    product(&step->machine, &gdn->in, input, (Rows){scratch->projected, 0, c.projected}, step->num_rows);
+    product(&step->machine, &gdn->gates, input, (Rows){scratch->projected + gdn->in.n, 0, c.projected}, step->num_rows);
     pool_run(step->pool, conv_row, &c, step->num_rows);
     keep_conv_rows(&c);
     pool_run(step->pool, head_task, &c, step->num_pieces * g->value_heads);
     Rows out = {scratch->mixer_out, 0, c.value_channels};
-    product(step->pool, &gdn->out, input_of(step->pool, scratch->digits, out, c.value_channels, step->num_rows),
+    product(&step->machine, &gdn->out, input_of(step->pool, scratch->digits, out, c.value_channels, step->num_rows),
             (Rows){scratch->head_out, 0, g->hidden}, step->num_rows);
 }
 
-/* Replays rows [1, num_rows) of the slot's last window into S, with the arithmetic of delta_rule. */
+/* Replays rows [1, num_rows) of the slot's last window into S, with the arithmetic of delta_row. */
 typedef struct {
     Step *step;
     int32_t slot, num_rows, num_layers;
@@ -209,12 +154,7 @@ static void commit_task(void *context, int task, int thread) {
     for (int j = 1; j < c->num_rows; j++) {
         int64_t kept = (at * g->window_rows + j) * g->value_heads + head;
         const float *k = state->replay_k + kept * g->key_dim, *delta = state->replay_delta + kept * g->value_dim;
-        vf factor = vset(state->replay_factor[kept]);
-        for (int i = 0; i < g->key_dim; i++)
-            for (int column = 0; column < g->value_dim; column += LANES) {
-                float *to = s + (int64_t)i * g->value_dim + column;
-                vstore(to, vfma(vset(k[i]), vload(delta + column), vload(to) * factor));
-            }
+        c->step->columns->delta_again(s, g->key_dim, g->value_dim, state->replay_factor[kept], k, delta);
     }
 }
 

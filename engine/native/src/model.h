@@ -5,6 +5,7 @@
 
 #include <stdint.h>
 
+#include "columns.h"
 #include "pool.h"
 #include "product.h"
 
@@ -20,6 +21,7 @@ typedef struct {
     /* State */
     int32_t num_slots, capacity, ring_rows, window_rows;
     int32_t tiles; /* whether any weight is of KIND_TILES */
+    int32_t wide;  /* whether vectors may be as wide as the processor has them, which changes no bit */
 } Geometry;
 
 /* down: [rank, W]; up: [W, rank]; inject: [S, W], none (n = 0) in a final mixer; norm: 1 + w, [W]. */
@@ -155,6 +157,8 @@ typedef struct {
     const Model *model;
     State *state;
     Pool *pool;
+    const Columns *columns;
+    Machine machine; /* both, for products */
     Scratch scratch;
     int32_t max_rows;
     /* This call's rows. */

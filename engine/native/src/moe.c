@@ -46,10 +46,7 @@ static void route_row(void *context, int row, int thread) {
     /* The shared expert's hidden row. */
     float *hidden = step->scratch.heads + (int64_t)row * g->shared_dim;
     const float *gate = p + n + 1, *up = gate + g->shared_dim;
-    for (int i = 0; i < g->shared_dim; i += LANES) {
-        int left = g->shared_dim - i;
-        vstore_n(hidden + i, vsilu(vload_n(gate + i, left)) * vload_n(up + i, left), left);
-    }
+    step->columns->gate(hidden, gate, up, g->shared_dim);
     digits_write(c->shared, row, hidden);
 }
 
@@ -90,14 +87,13 @@ static void expert_task(void *context, int task, int thread) {
     }
     float *gate_up = own;
     Input chosen = {{c->input.rows.base, c->rows + first, g->hidden}, rows};
-    product_alone(&c->moe->gate_up[expert], chosen, (Rows){gate_up, 0, 2 * n}, count);
+    product_alone(step->columns, &c->moe->gate_up[expert], chosen, (Rows){gate_up, 0, 2 * n}, count);
     for (int r = 0; r < count; r++) {
         float *gate = gate_up + (int64_t)r * 2 * n, *up = gate + n;
-        for (int i = 0; i < n; i += LANES)
-            vstore_n(gate + i, vsilu(vload_n(gate + i, n - i)) * vload_n(up + i, n - i), n - i);
+        step->columns->gate(gate, gate, up, n);
         digits_write(hidden, r, gate);
     }
-    product_alone(&c->moe->down[expert], (Input){{gate_up, 0, 2 * n}, hidden},
+    product_alone(step->columns, &c->moe->down[expert], (Input){{gate_up, 0, 2 * n}, hidden},
                   (Rows){step->scratch.expert_out, c->places + first, g->hidden}, count);
 }
 
@@ -127,12 +123,12 @@ void moe_layer(Step *step, const Moe *moe, Input input, int num_rows) {
     int32_t *lists = scratch->lists, all = step->max_rows * g->num_active;
     Context c = {step, moe, input, digits_of(scratch->shared_digits, g->shared_dim), moe->router.n + moe->shared_in.n,
                  lists, lists + all, lists + 2 * all, lists + 3 * all, lists + 4 * all};
-    product(step->pool, &moe->router, input, (Rows){scratch->projected, 0, c.projected}, num_rows);
-    product(step->pool, &moe->shared_in, input, (Rows){scratch->projected + moe->router.n, 0, c.projected}, num_rows);
+    product(&step->machine, &moe->router, input, (Rows){scratch->projected, 0, c.projected}, num_rows);
+    product(&step->machine, &moe->shared_in, input, (Rows){scratch->projected + moe->router.n, 0, c.projected}, num_rows);
     pool_run(step->pool, route_row, &c, num_rows);
     for (int i = 0; step->counted && i < num_rows * g->num_active; i++)
         step->counted[scratch->route_ids[i]]++;
-    product(step->pool, &moe->shared_down, (Input){{scratch->heads, 0, g->shared_dim}, c.shared},
+    product(&step->machine, &moe->shared_down, (Input){{scratch->heads, 0, g->shared_dim}, c.shared},
             (Rows){scratch->head_out, 0, g->hidden}, num_rows);
     pool_run(step->pool, expert_task, &c, sort_by_expert(&c, num_rows));
     pool_run(step->pool, combine_row, &c, num_rows);

@@ -130,7 +130,7 @@ void ple_layer(Step *step, const Ple *ple, float *streams, const int64_t *ids, i
     if (!embedded)
         return;
     Rows rows = {(float *)embedded, 0, ple->key_value.k};
-    product(step->pool, &ple->key_value,
+    product(&step->machine, &ple->key_value,
             input_of(step->pool, step->scratch.digits, rows, ple->key_value.k, step->num_rows),
             (Rows){step->scratch.wide, 0, width + g->hidden}, step->num_rows);
     pool_run(step->pool, gate_row, &c, step->num_rows);

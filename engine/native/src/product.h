@@ -18,12 +18,25 @@ typedef struct {
     int32_t kind, n, k;
 } Matrix;
 
+/* Functions for vectors of one width: columns.h. */
+typedef struct Columns Columns;
+
+/* What runs a product: threads, and their vectors. */
+typedef struct {
+    Pool *pool;
+    const Columns *columns;
+} Machine;
+
 /* Rows of floats: row i begins at base + (index ? index[i] : i) * stride. */
 typedef struct {
     float *base;
     const int32_t *index;
     int64_t stride;
 } Rows;
+
+static inline const float *row_of(Rows rows, int i) {
+    return rows.base + (rows.index ? rows.index[i] : i) * rows.stride;
+}
 
 /* The same rows in fixed point, k values each, for weights of KIND_TILES: see tiles.h. */
 typedef struct {
@@ -42,8 +55,8 @@ Input input_of(Pool *pool, float *buffer, Rows rows, int k, int num_rows);
 
 /* y[r][0..n) = W x[r] for r < num_rows. Every y element is one chain of multiply-adds in the order of k, or the exact sum
  * of a row's digits times codes, whatever num_rows, so that a row never depends on its company. */
-void product(Pool *pool, const Matrix *w, Input x, Rows y, int num_rows);
+void product(const Machine *machine, const Matrix *w, Input x, Rows y, int num_rows);
 /* The same on the calling thread alone. */
-void product_alone(const Matrix *w, Input x, Rows y, int num_rows);
+void product_alone(const Columns *columns, const Matrix *w, Input x, Rows y, int num_rows);
 
 #endif

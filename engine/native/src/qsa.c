@@ -135,7 +135,7 @@ static void pool_blocks(const Context *c, const Piece *piece) {
 
 void qsa_project(Step *step, const Qsa *qsa, Input input) {
     Context c = context_of(step, qsa, 0);
-    product(step->pool, &qsa->in, input, (Rows){step->scratch.projected, 0, c.projected}, step->num_rows);
+    product(&step->machine, &qsa->in, input, (Rows){step->scratch.projected, 0, c.projected}, step->num_rows);
     pool_run(step->pool, project_row, &c, step->num_rows);
     for (int i = 0; i < step->num_pieces; i++)
         pool_blocks(&c, &step->pieces[i]);
@@ -363,7 +363,7 @@ void qsa_attend(Step *step, const Qsa *qsa, const int32_t *rows, int num_rows) {
     pool_run(step->pool, select_row, &c, num_rows);
     pool_run(step->pool, attend_task, &c, num_rows * g->kv_heads);
     Rows out = {step->scratch.mixer_out, 0, c.queries};
-    product(step->pool, &qsa->out, input_of(step->pool, step->scratch.digits, out, c.queries, num_rows),
+    product(&step->machine, &qsa->out, input_of(step->pool, step->scratch.digits, out, c.queries, num_rows),
             (Rows){step->scratch.head_out, 0, g->hidden}, num_rows);
 }
 

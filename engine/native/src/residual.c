@@ -42,14 +42,7 @@ static void mix_row(void *context, int row, int thread) {
     int64_t width = (int64_t)g->num_streams * g->hidden;
     const float *mix = c->step->scratch.wide + row * width, *normed = c->step->scratch.normed + row * width;
     float *out = c->step->scratch.mixed + (int64_t)row * g->hidden;
-    vf share = vset(1.0f / (float)g->num_streams);
-    for (int i = 0; i < g->hidden; i += LANES) {
-        int left = g->hidden - i;
-        vf sum = vset(0.0f);
-        for (int64_t s = 0; s < width; s += g->hidden)
-            sum = vfma(vsigmoid(vload_n(mix + s + i, left)), vload_n(normed + s + i, left), sum);
-        vstore_n(out + i, sum * share, left);
-    }
+    c->step->columns->mix(out, mix, normed, g->num_streams, g->hidden);
     digits_write(c->mixed, row, out);
 }
 
@@ -64,12 +57,12 @@ Input residual_read(Step *step, const Residual *residual, const float *streams, 
     pool_run(step->pool, norm_row, &context, num_rows);
     Input normed = {{scratch->normed, 0, width}, of_normed};
     Rows down = {scratch->down, 0, g->rank};
-    product(step->pool, &residual->down, normed, down, num_rows);
+    product(&step->machine, &residual->down, normed, down, num_rows);
     if (residual->inject.n)
-        product(step->pool, &residual->inject, normed, (Rows){scratch->inject, 0, g->num_streams}, num_rows);
+        product(&step->machine, &residual->inject, normed, (Rows){scratch->inject, 0, g->num_streams}, num_rows);
     for (int row = 0; row < num_rows; row++)
         activate_row(&context, row);
-    product(step->pool, &residual->up, input_of(step->pool, scratch->digits, down, g->rank, num_rows),
+    product(&step->machine, &residual->up, input_of(step->pool, scratch->digits, down, g->rank, num_rows),
             (Rows){scratch->wide, 0, width}, num_rows);
     pool_run(step->pool, mix_row, &context, num_rows);
     return (Input){{scratch->mixed, 0, g->hidden}, of_mixed};
@@ -79,13 +72,7 @@ Input residual_read(Step *step, const Residual *residual, const float *streams, 
 void residual_write(Step *step, float *streams, const float *out, int num_rows) {
     const Geometry *g = &step->model->geometry;
     for (int row = 0; row < num_rows; row++)
-        for (int s = 0; s < g->num_streams; s++) {
-            vf weight = vset(step->scratch.inject[(int64_t)row * g->num_streams + s]);
-            float *to = streams + ((int64_t)row * g->num_streams + s) * g->hidden;
-            const float *from = out + (int64_t)row * g->hidden;
-            for (int i = 0; i < g->hidden; i += LANES) {
-                int left = g->hidden - i;
-                vstore_n(to + i, vfma(weight, vload_n(from + i, left), vload_n(to + i, left)), left);
-            }
-        }
+        step->columns->inject(streams + (int64_t)row * g->num_streams * g->hidden,
+                              step->scratch.inject + (int64_t)row * g->num_streams, out + (int64_t)row * g->hidden,
+                              g->num_streams, g->hidden);
 }

@@ -1,8 +1,9 @@
-/* Eight fp32 lanes, written with the compiler's vector types so that one text serves x86-64 and AArch64.
+/* Eight fp32 lanes, written with the compiler's vector types so that one text serves x86-64 and AArch64. Sixteen where a
+ * file says so, for what is computed lane by lane alone: the width of a vector is then no part of a result.
  *
  * Every multiply-add is explicit (vfma) and the files are compiled with -ffp-contract=off: where the compiler chose
  * what to fuse, two copies of a loop could round differently, and a row's bits would depend on its company.
- * Lengths that 8 does not divide go through zero-filled vectors, so that a tail element is computed like any other. */
+ * Lengths that LANES does not divide go through zero-filled vectors, so that a tail element is computed like any other. */
 #ifndef STRATAGATE_SIMD_H
 #define STRATAGATE_SIMD_H
 
@@ -16,28 +17,42 @@
 #include <arm_neon.h>
 #endif
 
+#ifndef LANES
 #define LANES 8
+#endif
 #define INLINE static inline __attribute__((always_inline))
 
-typedef float vf __attribute__((vector_size(32)));
-typedef int32_t vi __attribute__((vector_size(32)));
-typedef float vf_unaligned __attribute__((vector_size(32), aligned(4), may_alias));
+typedef float vf __attribute__((vector_size(4 * LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+typedef float vf_unaligned __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 INLINE vf vload(const float *p) { return *(const vf_unaligned *)p; }
 INLINE void vstore(float *p, vf v) { *(vf_unaligned *)p = v; }
+#if LANES == 16
+INLINE vf vset(float x) { return (vf)_mm512_set1_ps(x); }
+#else
 INLINE vf vset(float x) { return (vf){x, x, x, x, x, x, x, x}; }
+#endif
 
-/* The first n < 8 elements, zeros behind them. */
+/* The first n < LANES elements, zeros behind them. */
 INLINE vf vload_part(const float *p, int n) {
+#if LANES == 16
+    return (vf)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p);
+#else
     float part[LANES] = {0};
     memcpy(part, p, (size_t)n * sizeof(float));
     return vload(part);
+#endif
 }
 
 INLINE void vstore_part(float *p, vf v, int n) {
+#if LANES == 16
+    _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), (__m512)v);
+#else
     float part[LANES];
     vstore(part, v);
     memcpy(p, part, (size_t)n * sizeof(float));
+#endif
 }
 
 INLINE vf vload_n(const float *p, int left) { return left >= LANES ? vload(p) : vload_part(p, left); }
@@ -51,7 +66,9 @@ INLINE void vstore_n(float *p, vf v, int left) {
 
 /* a * b + c, rounded once. */
 INLINE vf vfma(vf a, vf b, vf c) {
-#if defined(__AVX2__) && defined(__FMA__)
+#if LANES == 16
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
     return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #elif defined(__aarch64__)
     union { vf v; float32x4_t half[2]; } x = {a}, y = {b}, z = {c};
@@ -68,6 +85,7 @@ INLINE vf vfma(vf a, vf b, vf c) {
 INLINE vf vselect(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
 INLINE vf vmax(vf a, vf b) { return vselect(a > b, a, b); }
 
+#if LANES == 8
 /* Sum of the lanes, always in the same order. */
 INLINE float vsum(vf v) {
     float a = v[0] + v[4], b = v[1] + v[5], c = v[2] + v[6], d = v[3] + v[7];
@@ -104,6 +122,8 @@ INLINE vf vload_i8(const int8_t *p) {
 #endif
 }
 
+#endif
+
 /* Sixteen codes times CODE_UNIT, which the row's scale takes back without rounding. A code in the top byte of an integer
  * is one shuffle away; sign extension would take two. */
 #if defined(__AVX2__)
@@ -112,23 +132,27 @@ INLINE vf vload_i8(const int8_t *p) {
 #define CODE_UNIT 1.0f
 #endif
 
-INLINE void vload_codes(const int8_t *p, vf *low, vf *high) {
-#if defined(__AVX2__)
+INLINE void vload_codes(const int8_t *p, vf *value) {
+#if LANES == 16
+    value[0] = (vf)_mm512_cvtepi32_ps(_mm512_slli_epi32(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)), 24));
+#elif defined(__AVX2__)
     const __m256i first = _mm256_setr_epi8(-1, -1, -1, 0, -1, -1, -1, 1, -1, -1, -1, 2, -1, -1, -1, 3,
                                            -1, -1, -1, 4, -1, -1, -1, 5, -1, -1, -1, 6, -1, -1, -1, 7);
     const __m256i second = _mm256_setr_epi8(-1, -1, -1, 8, -1, -1, -1, 9, -1, -1, -1, 10, -1, -1, -1, 11,
                                             -1, -1, -1, 12, -1, -1, -1, 13, -1, -1, -1, 14, -1, -1, -1, 15);
     __m256i codes = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)p));
-    *low = (vf)_mm256_cvtepi32_ps(_mm256_shuffle_epi8(codes, first));
-    *high = (vf)_mm256_cvtepi32_ps(_mm256_shuffle_epi8(codes, second));
+    value[0] = (vf)_mm256_cvtepi32_ps(_mm256_shuffle_epi8(codes, first));
+    value[1] = (vf)_mm256_cvtepi32_ps(_mm256_shuffle_epi8(codes, second));
 #else
-    *low = vload_i8(p);
-    *high = vload_i8(p + LANES);
+    value[0] = vload_i8(p);
+    value[1] = vload_i8(p + LANES);
 #endif
 }
 
 INLINE vf vload_bf16(const uint16_t *p) {
-#if defined(__AVX2__)
+#if LANES == 16
+    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
+#elif defined(__AVX2__)
     __m128i half = _mm_loadu_si128((const __m128i *)p);
     return (vf)_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
 #else
@@ -172,6 +196,8 @@ INLINE vf vsigmoid(vf x) { return vset(1.0f) / (vset(1.0f) + vexp(-x)); }
 INLINE vf vsilu(vf x) { return x * vsigmoid(x); }
 INLINE float sigmoid1(float x) { return vsigmoid(vset(x))[0]; }
 
+#if LANES == 8
+
 INLINE float dot(const float *a, const float *b, int n) {
     vf sum = vset(0.0f);
     for (int i = 0; i < n; i += LANES)
@@ -194,5 +220,6 @@ INLINE void scaled(float *out, const float *x, float factor, const float *scale,
         vstore_n(out + i, v, n - i);
     }
 }
+#endif
 
 #endif

@@ -9,14 +9,14 @@
 /* Which sources this was compiled from; see engine/native/build.py. */
 EXPORT const char *stratagate_sources(void) { return STRATAGATE_SOURCES; }
 
-/* One product on the calling thread, as the layers make it: y [R, n] of x [R, k]; digits: what stratagate_product_floats
- * says, NULL for a weight that is not of KIND_TILES. */
-EXPORT void stratagate_product(const Matrix *w, float *x, int num_rows, float *digits, float *y) {
+/* One product on the calling thread, as the layers make it: y [R, n] of x [R, k]; wide: as in Geometry; digits: as many
+ * floats as stratagate_product_floats says, NULL for a weight that is not of KIND_TILES. */
+EXPORT void stratagate_product(const Matrix *w, float *x, int num_rows, int wide, float *digits, float *y) {
     Rows rows = {x, 0, w->k};
     Digits to = digits_of(digits, w->k);
     for (int row = 0; row < num_rows; row++)
         digits_write(to, row, x + (int64_t)row * w->k);
-    product_alone(w, (Input){rows, to}, (Rows){y, 0, w->n}, num_rows);
+    product_alone(wide ? widest_columns() : &narrow_columns, w, (Input){rows, to}, (Rows){y, 0, w->n}, num_rows);
 }
 
 EXPORT int64_t stratagate_product_floats(const Matrix *w, int num_rows) { return digits_floats(num_rows, w->k); }
@@ -141,6 +141,8 @@ EXPORT Step *stratagate_open(const Model *model, State *state, int num_threads, 
     step->model = model;
     step->state = state;
     step->pool = pool;
+    step->columns = model->geometry.wide ? widest_columns() : &narrow_columns;
+    step->machine = (Machine){pool, step->columns};
     step->max_rows = max_rows;
     carve_all(&step->scratch, model, max_rows, num_threads, block);
     return step;
@@ -244,7 +246,7 @@ EXPORT void stratagate_logits(Step *step, const float *streams, int num_rows, fl
     stages_begin(step);
     pool_wake(step->pool);
     Input input = residual_read(step, &model->final, streams, num_rows);
-    product(step->pool, &model->head, input,
+    product(&step->machine, &model->head, input,
             (Rows){logits, 0, model->geometry.vocab_size}, num_rows);
     pool_rest(step->pool);
     stage_ends(step, STAGE_HEAD);
@@ -296,10 +298,10 @@ static void draft_input(Step *step, const int64_t *ids, const float *streams) {
     }
     int rows = step->num_rows * g->num_streams;
     Input hidden = input_of(step->pool, scratch->digits, (Rows){scratch->normed, 0, g->hidden}, g->hidden, rows);
-    product(step->pool, &draft->fc_hidden, hidden, (Rows){scratch->streams, 0, g->hidden}, rows);
+    product(&step->machine, &draft->fc_hidden, hidden, (Rows){scratch->streams, 0, g->hidden}, rows);
     Rows ids_rows = {scratch->mixed, 0, g->hidden};
     Input embedded = input_of(step->pool, scratch->digits, ids_rows, g->hidden, step->num_rows);
-    product(step->pool, &draft->fc_embedding, embedded, (Rows){scratch->head_out, 0, g->hidden}, step->num_rows);
+    product(&step->machine, &draft->fc_embedding, embedded, (Rows){scratch->head_out, 0, g->hidden}, step->num_rows);
     for (int64_t row = 0; row < (int64_t)step->num_rows * g->num_streams; row++) {
         float *to = scratch->streams + row * g->hidden;
         const float *add = scratch->head_out + row / g->num_streams * g->hidden;
@@ -344,7 +346,7 @@ static void draft_rows(Step *step, const int64_t *ids, const float *streams, flo
     moe_layer(step, draft->moe, residual_read(step, &draft->moe_residual, out, num_pieces), num_pieces);
     residual_write(step, out, scratch->head_out, num_pieces);
     Input input = residual_read(step, &draft->final, out, num_pieces);
-    product(step->pool, &model->head, input, (Rows){logits, 0, g->vocab_size}, num_pieces);
+    product(&step->machine, &model->head, input, (Rows){logits, 0, g->vocab_size}, num_pieces);
 }
 
 EXPORT void stratagate_draft(Step *step, const Piece *pieces, int num_pieces, const int64_t *ids, const float *streams,

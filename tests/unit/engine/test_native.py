@@ -85,6 +85,20 @@ def test_a_text_has_the_same_bits_however_it_is_cut(directory: Path, name: str, 
     assert torch.equal(whole[7:], step(engine, 2, ids, [5, 1, 4, 3, 2] * 6 + [3], 7))
 
 
+@pytest.mark.parametrize("name", GRID)
+def test_the_width_of_vectors_changes_no_bit(directory: Path, name: str) -> None:
+    """Without int8 weights nothing else differs from the portable step."""
+    checkpoint = make_checkpoint(directory, name)
+    ids = text(name, 60)
+    portable = load_engine(config(checkpoint, kernels="portable"))
+    widest = load_engine(config(checkpoint))
+    for engine in (portable, widest):
+        read(engine, 0, ids[:40], [33, 7])
+    assert torch.equal(
+        step(portable, 0, ids, [5, 4, 1, 3, 2, 5], 40), step(widest, 0, ids, [5, 4, 1, 3, 2, 5], 40)
+    )
+
+
 @pytest.mark.parametrize("threads", [2, 5])
 def test_threads_change_no_bit(directory: Path, threads: int) -> None:
     checkpoint = make_checkpoint(directory, "gqa4_gdn3_deep")

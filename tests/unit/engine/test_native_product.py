@@ -1,4 +1,4 @@
-"""Products of int8 weights in tiles: exact sums of a row's digits, whatever the shape and the company."""
+"""Products: in tiles exact sums of a row's digits, else one chain an element, whatever shape, company and vectors."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ SHAPES = [(1, 1), (16, 64), (17, 63), (40, 65), (33, 130), (80, 384), (129, 40),
 NUM_ROWS = (*range(1, 21), 48, 53)
 MOST = np.float32(127 * 65536)
 _ALIGNMENT = 64
+_DTYPES = {abi.KIND_F32: torch.float32, abi.KIND_BF16: torch.bfloat16}
 
 
 def aligned(num_bytes: int) -> Tensor:
@@ -28,7 +29,7 @@ def aligned(num_bytes: int) -> Tensor:
 
 
 class Product:
-    """A weight [n, k] as codes and scales, and what multiplies with it."""
+    """A weight [n, k] as codes and scales, and what multiplies with it. Of other kinds the codes are the values."""
 
     def __init__(self, n: int, k: int, kind: int, code: int | None = None) -> None:
         """code: every one of the weight; None for random ones."""
@@ -37,29 +38,28 @@ class Product:
         if code is not None:
             self.codes.fill_(code)
         self.scales = torch.rand(n, generator=made) * 0.02 + 1e-4
-        packed = pack(self.codes.unsqueeze(0), kind).contiguous()
+        values = self.codes.to(_DTYPES.get(kind, torch.int8))
+        packed = pack(values.unsqueeze(0), kind).contiguous().view(torch.uint8).flatten()
         self._data = aligned(packed.numel())
-        self._data[: packed.numel()] = packed.view(torch.uint8).flatten()
+        self._data[: packed.numel()] = packed
         self._scales = torch.nn.functional.pad(self.scales, (0, -n % abi.PANEL))
         self._matrix = abi.Matrix(
             data=self._data.data_ptr(), scale=self._scales.data_ptr(), kind=kind, n=n, k=k
         )
         self._library = abi.Library(abi.LIBRARY)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: fp32 [R, k] -> fp32 [R, n]."""
+    def __call__(self, x: Tensor, *, wide: bool = True) -> Tensor:
+        """x: fp32 [R, k] -> fp32 [R, n]; wide: by the widest vectors that the processor has."""
         num_rows, matrix = x.shape[0], ctypes.byref(self._matrix)
         digits = aligned(4 * self._library.product_floats(matrix, num_rows))
         digits.fill_(0xFF)  # what an unused row leaves there must not matter
         tiled = self._matrix.kind == abi.KIND_TILES
         x, y = x.contiguous(), torch.full((num_rows, self._matrix.n), math.nan)
-        self._library.product(
-            matrix, x.data_ptr(), num_rows, digits.data_ptr() if tiled else None, y.data_ptr()
-        )
+        at = digits.data_ptr() if tiled else None
+        self._library.product(matrix, x.data_ptr(), num_rows, int(wide), at, y.data_ptr())
         return y
 
-    def wide(self, x: Tensor) -> Tensor:
-        """The same in float64."""
+    def in_float64(self, x: Tensor) -> Tensor:
         return x.double() @ (self.codes.double() * self.scales.double().unsqueeze(1)).T
 
 
@@ -101,7 +101,7 @@ def test_sums_are_exact(n: int, k: int) -> None:
 def test_both_arithmetics_are_near_the_product_in_float64(n: int, k: int, kind: int) -> None:
     product = Product(n, k, kind)
     x = rows(53, k)
-    found, wide = product(x).double(), product.wide(x)
+    found, wide = product(x).double(), product.in_float64(x)
     largest = x.double().abs().amax(1, keepdim=True)
     weight = (product.codes.double() * product.scales.double().unsqueeze(1)).abs().sum(1)
     assert ((found - wide).abs() <= 2.0**-22 * largest * weight + 2.0**-21 * wide.abs()).all()
@@ -117,6 +117,17 @@ def test_a_row_has_the_same_bits_in_any_company(n: int, k: int) -> None:
         assert torch.equal(product(x[-num_rows:]), alone[-num_rows:])
 
 
+@pytest.mark.parametrize("kind", [abi.KIND_F32, abi.KIND_BF16, abi.KIND_I8])
+@pytest.mark.parametrize(("n", "k"), [(4, 130), *SHAPES])
+def test_vectors_of_any_width_give_the_same_bits_in_any_company(n: int, k: int, kind: int) -> None:
+    product = Product(n, k, kind)
+    x = rows(max(NUM_ROWS), k)
+    alone = torch.cat([product(row.unsqueeze(0), wide=False) for row in x])
+    for num_rows in NUM_ROWS:
+        for wide in (False, True):
+            assert torch.equal(product(x[-num_rows:], wide=wide), alone[-num_rows:])
+
+
 @needs_tiles
 def test_rows_of_zeros_and_of_extreme_values() -> None:
     product = Product(40, 65, abi.KIND_TILES)
@@ -126,7 +137,7 @@ def test_rows_of_zeros_and_of_extreme_values() -> None:
     x[3] = 3e38 * x[3].sign()
     x[4] *= 1e-35
     x[5] = 1e-42  # flushed to zero where denormals are
-    found, wide = product(x).double(), product.wide(x)
+    found, wide = product(x).double(), product.in_float64(x)
     assert (found[1] == 0.0).all()
     largest = x.double().abs().amax(1, keepdim=True).clamp_min(2.0**-100)
     weight = (product.codes.double() * product.scales.double().unsqueeze(1)).abs().sum(1)
@@ -156,5 +167,5 @@ def test_the_longest_row_that_fits_the_sums() -> None:
     # Digits of -128 in the lower places, the largest in the highest.
     x = torch.full((1, abi.MAX_TILE_K), 127 * 65536.0 - 65536.0 - 128 * 257.0)
     x[0, 0] = 127 * 65536.0
-    found, wide = product(x).double(), product.wide(x)
+    found, wide = product(x).double(), product.in_float64(x)
     torch.testing.assert_close(found, wide, rtol=1e-6, atol=0.0)

@@ -1,0 +1,2 @@
+#define COLUMNS narrow_columns
+#include "columns_code.h"
