@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import socket
 from functools import partial
+from http import HTTPStatus
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from gateway.bare_refusal import MALFORMED, bare_refusal, is_amid_answer
 from gateway.stream import ABORT, HANG_UP, WRITE
 
 MAX_HEADER_BYTES = 64 * 1024
 
-_TOO_LARGE = b"the request's headers are larger than %d bytes" % MAX_HEADER_BYTES
-_REFUSAL = (
-    b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: text/plain; charset=utf-8\r\n"
-    b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (len(_TOO_LARGE), _TOO_LARGE)
+_TOO_LARGE = bare_refusal(
+    HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+    "headers_too_large",
+    f"the request's headers are larger than {MAX_HEADER_BYTES} bytes",
 )
 
 
@@ -31,7 +33,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._in_headers:
             self._header_bytes += len(data)
             if self._header_bytes > MAX_HEADER_BYTES and b"\r\n\r\n" not in data[:MAX_HEADER_BYTES]:
-                self._refuse()
+                self._refuse(_TOO_LARGE)
                 return
         super().data_received(data)
 
@@ -68,7 +70,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             connection = self.transport.get_extra_info("socket")
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 1)
 
-    def _refuse(self) -> None:
-        if not self.transport.is_closing():
-            self.transport.write(_REFUSAL)
-            self.transport.close()
+    def send_400_response(self, msg: str) -> None:
+        del msg
+        self._refuse(MALFORMED)
+
+    def _refuse(self, answer: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if not is_amid_answer(self.cycle):
+            self.transport.write(answer)
+        self.transport.close()

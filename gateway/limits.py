@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gateway.errors import RateLimited
+from scheduler.words import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,22 +33,22 @@ class Bucket:
     """Fills up evenly to one minute's worth; may be owed."""
 
     def __init__(self, per_min: int, now_s: float) -> None:
-        self._per_min = per_min
+        self.per_min = per_min
         self._level = float(per_min)
         self._at_s = now_s
 
     def wait_s(self, now_s: float, amount: float) -> float:
         """Seconds until it holds an amount; 0 when it does."""
         self._fill(now_s)
-        return max(0.0, (amount - self._level) * _MINUTE_S / self._per_min)
+        return max(0.0, (amount - self._level) * _MINUTE_S / self.per_min)
 
     def take(self, now_s: float, amount: float) -> None:
         self._fill(now_s)
         self._level -= amount
 
     def _fill(self, now_s: float) -> None:
-        self._level += (now_s - self._at_s) * self._per_min / _MINUTE_S
-        self._level = min(self._level, float(self._per_min))
+        self._level += (now_s - self._at_s) * self.per_min / _MINUTE_S
+        self._level = min(self._level, float(self.per_min))
         self._at_s = now_s
 
 
@@ -66,17 +67,18 @@ class Allowance:
         limits, now_s = self._limits, self._now()
         if limits.max_concurrent is not None and self._running >= limits.max_concurrent:
             raise RateLimited(
-                f"{self._running} requests of this key are running, and {limits.max_concurrent} may",
+                f"this key has {counted(self._running, 'running request')}, and {limits.max_concurrent} may run",
                 retry_after_s=_TRY_AGAIN_S,
             )
         if self._tokens is not None and (wait_s := self._tokens.wait_s(now_s, 1.0)) > 0:
             raise RateLimited(
-                f"this key may use {limits.tokens_per_min} tokens a minute", retry_after_s=wait_s
+                f"this key may use {counted(self._tokens.per_min, 'token')} a minute",
+                retry_after_s=wait_s,
             )
         if self._requests is not None:
             if (wait_s := self._requests.wait_s(now_s, 1.0)) > 0:
                 raise RateLimited(
-                    f"this key may send {limits.requests_per_min} requests a minute",
+                    f"this key may send {counted(self._requests.per_min, 'request')} a minute",
                     retry_after_s=wait_s,
                 )
             self._requests.take(now_s, 1.0)

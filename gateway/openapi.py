@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _ABOUT = """\
 OpenAI's protocol, and Anthropic's messages, over one model. Fields that nobody knows are ignored; a field that is known
 and cannot be honoured is refused by name. A stream's errors come as its last event. Request headers beyond 64 KiB get
-431 in plain text, other methods than those listed 405."""
+431, other methods than those listed 405."""
 _ERRORS = {
     400: "A field, named by `param`, or the conversation is wrong",
     401: "No API key, or a wrong one",

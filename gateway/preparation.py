@@ -15,6 +15,7 @@ from gateway.structured import Structurer
 from gateway.template import RenderedPrompt
 from scheduler.errors import RequestTooLong
 from scheduler.messages import GenerateRequest, SamplingParams
+from scheduler.words import counted
 
 if TYPE_CHECKING:
     from gateway.model_files import ModelFiles
@@ -215,7 +216,7 @@ class Preparer:
             )
         if options.min_tokens > wanted:
             raise InvalidRequest(
-                f"min_tokens is {options.min_tokens} but only {wanted} tokens can follow",
+                f"min_tokens is {options.min_tokens} but only {counted(wanted, 'token')} can follow",
                 param="min_tokens",
             )
         return wanted

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from scheduler.words import counted
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -21,7 +23,7 @@ def print_report(console: Console, service: Service, *, url: str, ready_s: float
     info = service.scheduler.info
     if info.memory_plan:
         console.print(_plan_table(info, service.scheduler.stats().parking))
-    drafts = f"up to {info.max_draft} tokens" if info.max_draft else "off"
+    drafts = f"up to {counted(info.max_draft, 'token')}" if info.max_draft else "off"
     facts = {
         "model": service.model,
         "device": f"{info.device}, {info.dtype}, K/V in {info.kv_dtype}",
@@ -29,7 +31,7 @@ def print_report(console: Console, service: Service, *, url: str, ready_s: float
         "slots": f"{info.num_slots} x {info.max_context} tokens, prompts in chunks of {info.chunk_tokens}",
         "drafts": drafts,
         "parking": _parking(service.scheduler.stats().parking),
-        "keys": f"{len(service.config.api_keys)} API keys"
+        "keys": counted(len(service.config.api_keys), "API key")
         if service.config.api_keys
         else "none needed",
         "API": f"{url}/v1",
@@ -46,7 +48,7 @@ def _parking(store: StoreStats | None) -> str:
     if store is None or not store.max_conversations or not store.capacity_bytes:
         return "off"
     limit_mib = store.capacity_bytes / _MIB
-    return f"up to {store.max_conversations} conversations in {limit_mib:.0f} MiB"
+    return f"up to {counted(store.max_conversations, 'conversation')} in {limit_mib:.0f} MiB"
 
 
 def _plan_table(info: EngineInfo, store: StoreStats | None) -> Table:

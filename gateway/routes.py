@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway.answering import Answering, json_body
+from gateway.errors import reply_for
 from gateway.metrics import CONTENT_TYPE
 from gateway.middleware import OWNER, REQUEST_ID
 from gateway.replies import ChoiceText, LogprobWriter, ReplyHead, new_id, usage_reply
@@ -102,9 +103,12 @@ class Endpoints:
     async def ready(self, request: Request) -> Response:
         """GET /ready: whether requests are taken now."""
         del request
-        is_ready = self._scheduler.ready
+        refusal = self._scheduler.refusal()
         state = str(self._scheduler.engine_state)
-        return json_response({"ready": is_ready, "engine": state}, 200 if is_ready else 503)
+        if refusal is None:
+            return json_response({"ready": True, "engine": state})
+        headers = {"retry-after": str(reply_for(refusal).retry_after_s)}
+        return json_response({"ready": False, "engine": state}, 503, headers)
 
     async def metrics(self, request: Request) -> Response:
         """GET /metrics"""

@@ -198,12 +198,14 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _http_protocol() -> type[asyncio.Protocol] | str:
-    """Ours where httptools is there; h11 has its own bound on headers."""
+def _http_protocol() -> type[asyncio.Protocol]:
+    """Over httptools where that is there."""
     try:
         from gateway.http_protocol import BoundedHttpProtocol
     except ImportError:
-        return "h11"
+        from gateway.h11_protocol import PlainHttpProtocol
+
+        return PlainHttpProtocol
     return BoundedHttpProtocol
 
 

@@ -216,7 +216,7 @@ def _chat_logprobs(fields: Fields) -> int | None:
 def _options(fields: Fields, max_tokens: int | None, top_logprobs: int | None) -> GenerationOptions:
     min_tokens = fields.integer("min_tokens", 0, MAX_TOKENS) or 0
     if max_tokens is not None and min_tokens > max_tokens:
-        refuse("min_tokens", f"is {min_tokens} but at most {max_tokens} tokens are wanted")
+        refuse("min_tokens", f"is {min_tokens}, above max_tokens: {max_tokens}")
     return GenerationOptions(
         max_tokens=max_tokens,
         temperature=fields.number("temperature", 0, 2),

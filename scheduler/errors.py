@@ -15,6 +15,7 @@ SchedulerError
 """
 
 import engine.errors as engine_errors
+from scheduler.words import counted
 
 
 class SchedulerError(Exception):
@@ -33,7 +34,7 @@ class RequestTooLong(RequestRejected):
 
     def __init__(self, *, prompt_tokens: int, max_tokens: int, max_context: int) -> None:
         super().__init__(
-            f"the prompt has {prompt_tokens} tokens and {max_tokens} more were asked for: "
+            f"the prompt has {counted(prompt_tokens, 'token')} and {max_tokens} more were asked for: "
             f"{prompt_tokens + max_tokens} in all, but the context holds {max_context}"
         )
         self.prompt_tokens = prompt_tokens

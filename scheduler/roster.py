@@ -31,6 +31,7 @@ from scheduler.window import (
     measured,
     plan_window,
 )
+from scheduler.words import counted
 
 if TYPE_CHECKING:
     from cache.disk import DiskStats
@@ -91,7 +92,7 @@ class Roster:
             self._counters.rejected += 1
             seated_s = [now - slot.sequence.seated_at_s for slot in self._table]
             raise Overloaded(
-                f"{len(self._waiting)} requests are waiting already",
+                f"the queue has {counted(len(self._waiting), 'request')} already",
                 retry_after_s=self._line.retry_after_s(now, seated_s),
             )
         info, deadline_s = self._info, request.deadline_s

@@ -94,13 +94,10 @@ class Scheduler:
 
         leader: of a request with the same prompt and owner, submitted before; the prompt is read once for both.
         """
-        if self._drained_by_s is not None:
-            raise self._draining()
-        if self._roster is None or self._loop is None or not self.ready:
-            retry_after_s = 1.0 if self._engine is None else self._engine.retry_after_s
-            raise EngineUnavailable(
-                f"the engine is {self.engine_state.value}", retry_after_s=retry_after_s
-            )
+        refusal = self.refusal()
+        if refusal is not None:
+            raise refusal
+        assert self._roster is not None and self._loop is not None
         prompt_tokens, max_context = len(request.prompt_ids), self.info.max_context
         assert prompt_tokens > 0 and request.max_tokens > 0
         if prompt_tokens + request.max_tokens > max_context:
@@ -133,7 +130,18 @@ class Scheduler:
     @property
     def ready(self) -> bool:
         """Whether a request would be taken now, if the queue has room."""
-        return self.engine_state is EngineState.READY and self._drained_by_s is None
+        return self.refusal() is None
+
+    def refusal(self) -> Draining | EngineUnavailable | None:
+        """Why no request would be taken now, and when to try again."""
+        if self._drained_by_s is not None:
+            return self._draining()
+        if self._loop is not None and self.engine_state is EngineState.READY:
+            return None
+        return EngineUnavailable(
+            f"the engine is {self.engine_state.value}",
+            retry_after_s=1.0 if self._engine is None else self._engine.retry_after_s,
+        )
 
     def stats(self) -> SchedulerStats:
         """Everything at this moment."""

@@ -12,10 +12,11 @@ import pytest
 
 from engine.fake import FakeScript
 from gateway.config import ApiKey, GatewayConfig, read_api_keys
-from gateway.errors import ConfigError
+from gateway.errors import ConfigError, RateLimited
+from gateway.h11_protocol import PlainHttpProtocol
 from gateway.http_protocol import MAX_HEADER_BYTES
 from gateway.json_log import JsonFormatter
-from gateway.limits import KeyLimits
+from gateway.limits import Allowance, KeyLimits
 from scheduler.config import SchedulerConfig
 from tests.conformance.live import Live, chat_body, live_server, says, until
 
@@ -174,14 +175,85 @@ async def test_headers_are_bounded() -> None:
     async with live_server() as live:
         many = b"".join(b"X-A%d: b\r\n" % number for number in range(MAX_HEADER_BYTES // 8))
         for headers in (b"X-A: " + b"b" * (MAX_HEADER_BYTES + 10), many):
-            line = await status_line(live, b"GET /health HTTP/1.1\r\n" + headers)
-            assert line.startswith(b"HTTP/1.1 431")
+            answer = await raw_answer(live, b"GET /health HTTP/1.1\r\n" + headers)
+            assert refusal_in(answer, 431)["code"] == "headers_too_large"
         good = {"x-filler": "b" * (MAX_HEADER_BYTES // 2)}
         # Bodies do not count, and every request of a connection has the whole bound.
         for _ in range(3):
             response = await live.client.post(CHAT, json=chat_body("x" * 100_000), headers=good)
             assert response.status_code == 400
             assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+async def raw_answer(live: Live, data: bytes) -> bytes:
+    """All that comes until the server closes the connection."""
+    reader, writer = await asyncio.open_connection(*live.address)
+    try:
+        writer.write(data)
+        return await asyncio.wait_for(reader.read(), 5.0)
+    finally:
+        writer.close()
+
+
+def refusal_in(answer: bytes, status: int) -> dict[str, str | None]:
+    """The error of an answer that ends its connection."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    line, *headers = head.lower().split(b"\r\n")
+    assert line.startswith(b"http/1.1 %d " % status)
+    assert b"connection: close" in headers
+    assert b"content-type: application/json" in headers
+    assert b"content-length: %d" % len(body) in headers
+    error = json.loads(body)["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error.keys() == {"message", "type", "param", "code"}
+    return error
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"no HTTP\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost localhost\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: many\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    ],
+)
+@pytest.mark.parametrize("has_httptools", [True, False])
+async def test_what_is_no_http_gets_an_error_object(
+    data: bytes, has_httptools: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_httptools:
+        monkeypatch.setattr("gateway.server._http_protocol", lambda: PlainHttpProtocol)
+    async with live_server() as live:
+        assert refusal_in(await raw_answer(live, data), 400)["code"] == "bad_request"
+        assert (await live.client.get("/health")).status_code == 200
+
+
+async def test_what_is_no_http_is_not_answered_inside_another_answer() -> None:
+    async with live_server(says("word " * 200, decode_s=0.02)) as live:
+        body = json.dumps(chat_body(stream=True)).encode()
+        reader, writer = await asyncio.open_connection(*live.address)
+        writer.write(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+        )
+        begun = await reader.readuntil(b"data: ")
+        writer.write(b"no HTTP\r\n\r\n")
+        rest = await asyncio.wait_for(reader.read(), 5.0)
+        assert (begun + rest).count(b"HTTP/1.1 ") == 1
+        assert b"bad_request" not in rest
+        writer.close()
+
+
+def test_one_is_not_many() -> None:
+    key = Allowance(KeyLimits(requests_per_min=1), lambda: 0.0)
+    key.begin()
+    with pytest.raises(RateLimited, match="may send 1 request a minute"):
+        key.begin()
+    key = Allowance(KeyLimits(max_concurrent=1), lambda: 0.0)
+    key.begin()
+    with pytest.raises(RateLimited, match="has 1 running request, and 1 may run"):
+        key.begin()
 
 
 async def test_the_connection_of_a_stalled_reader_is_dropped() -> None:

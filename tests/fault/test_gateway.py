@@ -216,6 +216,7 @@ async def test_while_the_engine_starts_again_clients_are_told_to_come_back() -> 
         assert int(refused.headers["retry-after"]) >= 1
         ready = await live.client.get("/ready")
         assert (ready.status_code, ready.json()["engine"]) == (503, "restarting")
+        assert int(ready.headers["retry-after"]) >= 1
         assert (await live.client.get("/health")).status_code == 200
         await until(lambda: live.scheduler.ready)
         assert (await live.client.post(CHAT, json=chat_body(max_tokens=1))).status_code == 200
@@ -257,7 +258,9 @@ async def test_running_streams_finish_while_new_requests_are_refused() -> None:
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "draining"
         assert int(refused.headers["retry-after"]) >= 1
-        assert (await live.client.get("/ready")).status_code == 503
+        ready = await live.client.get("/ready")
+        assert (ready.status_code, ready.json()["ready"]) == (503, False)
+        assert int(ready.headers["retry-after"]) >= 1
         assert (await live.client.get("/health")).status_code == 200
         raw = (await running).text
         assert '"finish_reason":"stop"' in raw
