@@ -317,29 +317,50 @@ def load_cuda_step(
     random: see engine.cuda.weights.CudaLoader.
     """
     # Only here: Triton is there beside a CUDA build of torch alone.
-    from engine.cuda.backend import build_cuda_step, load_cuda_model, planned_cuda_lines
+    from engine.cuda.backend import build_cuda_step, planned_cuda_lines
     from engine.cuda.pick_rows import CudaPicker
+    from engine.cuda.tiers import hits_ready
+    from engine.cuda.weights import CudaLoader
 
     limits = limits_of(config, spec, has_gpu=True)
     lines = planned_cuda_lines(source, spec, limits, config.ple_io)
     plan = plan_start(config, spec, machine, torch.bfloat16, step_lines=lines)
     _log.info("the Triton kernels run, with experts rounded to 4 bits")
+    if config.pool_workers is not None:
+        _log.warning(
+            "--pool-workers: unused, as the kernels read experts in host memory themselves"
+        )
     marks = StartupMarks(plan.memory, taken_bytes=plan.library_bytes)
-    state = _new_state(plan, device)
-    model = load_cuda_model(
+    loader = CudaLoader(
         source,
         spec,
         device=device,
         max_context=limits.max_context,
-        with_draft=plan.with_draft,
         ple_io=config.ple_io,
         random=random,
     )
+    state = _new_state(plan, device)
+    model = loader.load(with_draft=plan.with_draft)
+    marks.reach(Step.WEIGHTS)
+    marks.reach(Step.HEAD)
+    if device.type == "cuda":
+        # What packing has given back is free as well.
+        torch.cuda.empty_cache()
+    plan = plan.resized(free_bytes(device))
+    marks.plan = plan.memory
+    for line in plan.cache.lines:
+        _log.info("%s", line)
+    loader.open_experts(plan.experts)
+    marks.reach(Step.CACHE)
+    model = loader.load_experts(model)
+    loader.finish(with_draft=plan.with_draft)
+    marks.reach(Step.FILL)
+    hits_ready((x.moe.gate_up, x.moe.down, x.moe.far) for x in model.layers)
     backend = build_cuda_step(
         model, state, num_token_ids=num_token_ids, graphs=device.type == "cuda"
     )
     backend.prepare()
-    _reach_loaded(marks)
+    marks.reach(Step.HITS)
     return Loaded(
         trunk=backend.trunk,
         draft=backend.draft,

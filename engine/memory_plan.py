@@ -23,6 +23,10 @@ _GDN_CHUNK = 64
 """Rows that the delta rule takes at once."""
 DENSE_MAX_BYTES = 16 << 20
 """Expert weights of one layer up to this stay in cache, where two products over all experts beat a loop over few."""
+STAGED_BYTES = 64 << 20
+"""Experts from host memory that a prompt piece holds on the device at once."""
+_PLACE_BYTES = 2 * 2 * 8 + 4
+"""An expert's entries in the tables that kernels find it by: words and scales of both parts, its place in order."""
 
 
 class Step(StrEnum):
@@ -109,6 +113,7 @@ LIBRARY = "library workspace"
 TIER_ONE = "experts, tier one"
 TIER_TWO = "experts, tier two"
 EXPERTS_4_BITS = "experts, 4 bits"
+HIT_PATH = "experts' addresses and staging"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,6 +203,43 @@ def make_step_plan(lines: Iterable[PlanLine], state_bytes: Mapping[str, int]) ->
     order = list(Step)
     ordered = sorted((*lines, *sessions), key=lambda line: order.index(line.step))
     return MemoryPlan(lines=tuple(ordered))
+
+
+def with_tiers(
+    lines: Iterable[PlanLine], spec: ModelSpec, experts: ExpertPlan
+) -> tuple[PlanLine, ...]:
+    """A step's lines with its 4-bit experts divided between the device and pinned host memory."""
+    lines = tuple(lines)
+    blob = packed_blob_bytes(lines, spec)
+    path = num_pairs(spec) * _PLACE_BYTES + experts.num_in_host * 4
+    if experts.num_in_host:
+        path += num_staged(spec, blob) * blob
+    return (
+        *(line for line in lines if line.name != EXPERTS_4_BITS),
+        PlanLine(name=TIER_ONE, num_bytes=experts.num_slots * blob, step=Step.CACHE),
+        PlanLine(
+            name=TIER_TWO,
+            num_bytes=experts.num_in_host * blob,
+            step=Step.FILL,
+            place=Place.HOST,
+        ),
+        PlanLine(name=HIT_PATH, num_bytes=path, step=Step.HITS),
+    )
+
+
+def packs_experts(lines: Iterable[PlanLine]) -> bool:
+    """Whether these are lines of a step that holds its experts in 4 bits."""
+    return any(line.name == EXPERTS_4_BITS for line in lines)
+
+
+def packed_blob_bytes(lines: Iterable[PlanLine], spec: ModelSpec) -> int:
+    """One expert in 4 bits: all are equally large."""
+    return _sum(line for line in lines if line.name == EXPERTS_4_BITS) // num_pairs(spec)
+
+
+def num_staged(spec: ModelSpec, blob_bytes: int) -> int:
+    """Experts from host memory that a prompt piece holds on the device at once."""
+    return min(spec.moe.num_experts, max(1, STAGED_BYTES // blob_bytes))
 
 
 def num_pairs(spec: ModelSpec) -> int:

@@ -29,6 +29,9 @@ from engine.memory_plan import (
     make_plan,
     make_step_plan,
     num_pairs,
+    packed_blob_bytes,
+    packs_experts,
+    with_tiers,
 )
 from engine.startup_budget import (
     DEFAULT_RESERVE_MIB,
@@ -41,6 +44,8 @@ from engine.startup_budget import (
 from engine.state import key_capacity, state_dtype, state_shapes
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from engine.config import EngineConfig
     from engine.model_spec import ModelSpec
 
@@ -96,6 +101,10 @@ class ExpertSplit:
             return None
         return ExpertPlan(num_slots=sum(self.slots), num_in_host=self.num_in_host)
 
+    def near(self, layer: int) -> frozenset[int]:
+        """Experts of a layer that are put in a slot at the start."""
+        return frozenset(expert for of, expert in self.in_slots if of == layer)
+
     @property
     def num_in_host(self) -> int:
         """Experts of tier two."""
@@ -118,12 +127,19 @@ class StartPlan:
     memory: MemoryPlan
     library_bytes: int
     step_lines: tuple[PlanLine, ...] | None
-    """What a compiled step takes beside the slots' state; None when the torch layers run."""
+    """What a compiled step with all experts takes beside the slots' state; None when the torch layers run."""
 
     @property
     def with_draft(self) -> bool:
         """Whether the draft layer is loaded."""
         return self.limits.max_draft > 0
+
+    @property
+    def blob_bytes(self) -> int:
+        """One expert as it is held by itself."""
+        if self.step_lines is None:
+            return blob_bytes(self.spec, self.dtype.itemsize)
+        return packed_blob_bytes(self.step_lines, self.spec)
 
     def resized(self, free_bytes: int) -> StartPlan:
         """The same with the expert cache sized by what is measured to be free once all before it is allocated."""
@@ -167,16 +183,31 @@ def plan_start(
         step_lines=step_lines,
     )
     plan = replace(plan, memory=_memory(plan))
-    has_store = step_lines is None and not experts_are_dense(spec, dtype.itemsize)
-    if config.expert_cache is not None or has_store:
-        before = plan.memory.until(Step.HEAD, Place.DEVICE if machine.has_gpu else None)
-        cache = size_cache(plan.request, _room(plan, machine.device_bytes - before))
+    if config.expert_cache is not None or _has_store(plan):
+        empty = _without_experts(plan)
+        before = empty.memory.until(Step.HEAD, Place.DEVICE if machine.has_gpu else None)
+        cache = size_cache(plan.request, _room(empty, machine.device_bytes - before))
         if config.expert_cache is not None or cache.num_slots < num_pairs(spec):
             plan = _with_cache(plan, cache)
         else:
             plan = replace(plan, cache=cache)
     _require(plan, machine)
     return plan
+
+
+def _has_store(plan: StartPlan) -> bool:
+    """Whether experts are held one by one, or can be."""
+    if plan.step_lines is None:
+        return not experts_are_dense(plan.spec, plan.dtype.itemsize)
+    return packs_experts(plan.step_lines)
+
+
+def _without_experts(plan: StartPlan) -> StartPlan:
+    """A plan in which what comes before the expert cache has none of the experts that it may hold."""
+    if plan.step_lines is None:
+        return plan
+    plan = replace(plan, experts=_split(plan, 0))
+    return replace(plan, memory=_memory(plan))
 
 
 def limits_of(config: EngineConfig, spec: ModelSpec, *, has_gpu: bool) -> Limits:
@@ -247,7 +278,10 @@ def _memory(plan: StartPlan) -> MemoryPlan:
 def _own_memory(plan: StartPlan) -> MemoryPlan:
     spec, limits, dtype = plan.spec, plan.limits, plan.dtype
     if plan.step_lines is not None:
-        return make_step_plan(plan.step_lines, state_bytes_of(plan))
+        lines, split = plan.step_lines, plan.experts.plan
+        if split is not None:
+            lines = with_tiers(lines, spec, split)
+        return make_step_plan(lines, state_bytes_of(plan))
     return make_plan(
         spec,
         state_bytes=state_bytes_of(plan),
@@ -267,28 +301,37 @@ def _room(plan: StartPlan, free_bytes: int) -> CacheRoom:
     sessions = state_bytes_of(plan)
     return CacheRoom(
         free_bytes=free_bytes,
-        blob_bytes=blob_bytes(spec, plan.dtype.itemsize),
+        blob_bytes=plan.blob_bytes,
         num_pairs=num_pairs(spec),
         min_slots=spec.num_layers * spec.moe.num_active,
         prompt_bytes=memory.of(Step.PROMPT),
-        draft_bytes=memory.of(Step.VERIFIER),
+        draft_bytes=memory.of(Step.VERIFIER) + memory.of(Step.HITS),
         session_bytes=sum(sessions.values()),
     )
 
 
 def _with_cache(plan: StartPlan, cache: CacheSize) -> StartPlan:
-    plan = replace(plan, cache=cache, experts=_split(plan.spec, plan.profile, cache.num_slots))
+    plan = replace(plan, cache=cache, experts=_split(plan, cache.num_slots))
     return replace(plan, memory=_memory(plan))
 
 
-def _split(spec: ModelSpec, profile: ExpertProfile | None, num_slots: int) -> ExpertSplit:
-    """With a profile every slot is filled once, at the start; without one the first that come take them."""
+def _split(plan: StartPlan, num_slots: int) -> ExpertSplit:
+    """With a profile every slot is filled once, at the start; without one the first that come take them.
+
+    Those are the first that are asked for in the torch layers, and the first that are read in a compiled step.
+    """
+    spec, profile = plan.spec, plan.profile
     each = spec.moe.num_experts
     useful = (each,) * spec.num_layers if profile is None else profile.ranked_per_layer()
     slots = slots_per_layer(num_slots, useful)
+    chosen: Iterable[tuple[int, int]] = ()
+    if profile is not None:
+        chosen = profile.chosen(slots)
+    elif plan.step_lines is not None:
+        chosen = ((layer, expert) for layer, n in enumerate(slots) for expert in range(n))
     return ExpertSplit(
         slots=slots,
-        in_slots=frozenset(() if profile is None else profile.chosen(slots)),
+        in_slots=frozenset(chosen),
         is_tiered=True,
         num_pairs=num_pairs(spec),
     )

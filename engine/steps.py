@@ -56,7 +56,7 @@ class StagedSteps(TrunkSteps, Protocol):
 
 @runtime_checkable
 class TimedSteps(TrunkSteps, Protocol):
-    """A compiled trunk that times its stages and counts its routes itself."""
+    """A compiled trunk that times its stages itself."""
 
     @property
     def num_layers(self) -> int: ...
@@ -65,8 +65,13 @@ class TimedSteps(TrunkSteps, Protocol):
         """Run something and add up what each stage of the trunk's and the head's calls in it takes."""
         ...
 
+
+@runtime_checkable
+class CountingSteps(TrunkSteps, Protocol):
+    """A compiled trunk that counts its routes itself."""
+
     def count_routes(self, run: Callable[[], object]) -> list[list[int]]:
-        """Run something and count the rows that the trunk routes in it: [layers][experts]."""
+        """Run something and count the prompt rows that the trunk routes in it: [layers][experts]."""
         ...
 
 

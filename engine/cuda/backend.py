@@ -15,17 +15,16 @@ from torch import Tensor
 
 from engine.cuda.pick_rows import can_pick
 from engine.cuda.prefill import Prefill, chunk_bytes
-from engine.cuda.sizes import BUFFERS, NamesOnly, weight_parts
+from engine.cuda.sizes import BUFFERS, NamesOnly, table_bytes, tensor_bytes, weight_parts
 from engine.cuda.step import CudaStep
 from engine.cuda.weights import CudaLoader
 from engine.errors import ConfigMismatch
-from engine.memory_plan import TABLE, Place, PlanLine, Step
+from engine.memory_plan import EXPERTS_4_BITS, HIT_PATH, TABLE, Place, PlanLine, Step
 from engine.state import SlotState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from engine.cuda.random_model import RandomTensors
     from engine.cuda.weights import CudaModel, TensorSource
     from engine.interface import DecodeStep
     from engine.model_spec import ModelSpec
@@ -64,6 +63,21 @@ class CudaTrunk:
     ) -> Tensor:
         """See engine.model.Trunk.chunk."""
         return self._prefill.chunk(ids, slot, start, streams)
+
+    def count_routes(self, run: Callable[[], object]) -> list[list[int]]:
+        """See engine.steps.CountingSteps. Windows are graphs, and count nothing."""
+        model = self.step.model
+        self._prefill.routed = torch.zeros(
+            len(model.layers),
+            model.spec.moe.num_experts,
+            dtype=torch.int64,
+            device=self.step.state.device,
+        )
+        try:
+            run()
+            return self._prefill.routed.tolist()
+        finally:
+            self._prefill.routed = None
 
     def logits(self, streams: Tensor) -> Tensor:
         """See engine.model.Trunk.logits. A window's logits are computed with it, and overwritten by the next."""
@@ -140,13 +154,15 @@ class CudaBackend:
     @property
     def part_bytes(self) -> dict[str, int]:
         """Bytes as held, by the names of `planned_cuda_lines`."""
-        return {**weight_parts(self.step.model), BUFFERS: self.step.num_bytes}
+        model = self.step.model
+        path = table_bytes(model) + tensor_bytes(self.prefill.staged)
+        return {**weight_parts(model), BUFFERS: self.step.num_bytes, HIT_PATH: path}
 
 
 def planned_cuda_lines(
     source: TensorSource, spec: ModelSpec, limits: Limits, ple_io: str = "ram"
 ) -> tuple[PlanLine, ...]:
-    """What a backend will take beside the slots' state, by part. Loads nothing.
+    """What a backend with all experts on the device will take beside the slots' state, by part. Loads nothing.
 
     Built as it will be, of tensors without memory.
     """
@@ -155,6 +171,8 @@ def planned_cuda_lines(
     with_draft = limits.max_draft > 0
     loader = CudaLoader(names, spec, device=nowhere, max_context=limits.max_context, ple_io=ple_io)
     model = loader.load(with_draft=with_draft)
+    loader.open_experts()
+    model = loader.load_experts(model)
     state = SlotState(
         spec,
         num_slots=limits.num_slots,
@@ -164,38 +182,21 @@ def planned_cuda_lines(
         device=nowhere,
     )
     step = CudaStep(model, state, spec.vocab_size, graphs=False)
-    held = {**weight_parts(model), BUFFERS: step.num_bytes}
     lines = [
         PlanLine(
             name=name,
             num_bytes=num_bytes,
-            step=Step.WEIGHTS,
+            step=Step.CACHE if name == EXPERTS_4_BITS else Step.WEIGHTS,
             place=Place.HOST if name == TABLE else Place.DEVICE,
         )
-        for name, num_bytes in held.items()
+        for name, num_bytes in weight_parts(model).items()
     ]
     piece = chunk_bytes(spec, limits.piece_tokens, limits.max_context)
     lines += [
+        PlanLine(name=BUFFERS, num_bytes=step.num_bytes, step=Step.HITS),
         PlanLine(name="prefill buffers", num_bytes=piece, step=Step.PROMPT),
     ]
     return tuple(lines)
-
-
-def load_cuda_model(
-    source: TensorSource,
-    spec: ModelSpec,
-    *,
-    device: torch.device,
-    max_context: int,
-    with_draft: bool,
-    ple_io: str = "ram",
-    random: RandomTensors | None = None,
-) -> CudaModel:
-    """Read a checkpoint; experts become 4-bit. ple_io, random: see CudaLoader. Raises WeightMismatch."""
-    loader = CudaLoader(
-        source, spec, device=device, max_context=max_context, ple_io=ple_io, random=random
-    )
-    return loader.load(with_draft=with_draft)
 
 
 def build_cuda_step(

@@ -49,9 +49,11 @@ from engine.state import KeptRows
 from engine.tools.floor import measure_floor
 
 if TYPE_CHECKING:
+    from engine.cuda.moe import MoeWeights
     from engine.cuda.step import CudaStep
     from engine.cuda.weights import CudaModel
     from engine.engine import TorchEngine
+    from engine.model_spec import MoeSpec
     from engine.startup import StartupMarks
     from engine.state import SlotState
 
@@ -106,14 +108,16 @@ def copy_rate() -> float:
     return 2 * source.numel() / (median_ms(lambda: target.copy_(source)) * 1e-3)
 
 
-def make(layers: int, max_context: int, num_slots: int) -> Bench:
-    """A random model, its state full of random cells, and its graphs."""
+def make(layers: int, max_context: int, num_slots: int, expert_cache: int | None = None) -> Bench:
+    """A random model, its state full of random cells, and its graphs. expert_cache: slots; None: for all that fit."""
     device = torch.device("cuda")
     rate = copy_rate()
     torch.cuda.empty_cache()
     source = RandomTensors(device)
     spec = real_spec(num_hidden_layers=layers)
-    config = EngineConfig(device="cuda", num_slots=num_slots, max_context=max_context)
+    config = EngineConfig(
+        device="cuda", num_slots=num_slots, max_context=max_context, expert_cache=expert_cache
+    )
     began = time.perf_counter()
     loaded = load_cuda_step(
         source, config, spec, machine_of(device), device, spec.vocab_size, random=source
@@ -162,8 +166,7 @@ def window_bytes(model: CudaModel, counts: tuple[int, ...], context: int) -> flo
     spec = model.spec
     rows = sum(counts)
     moe = spec.moe
-    # Rows choose independently here, as random rows do.
-    used = moe.num_experts * (1 - (1 - moe.num_active / moe.num_experts) ** rows)
+    used = moe.num_experts * _share_used(moe, rows)
     assert model.head is not None
     assert model.final is not None
     total = model.head.numel() * 2.0 + model.final.num_bytes
@@ -189,6 +192,11 @@ def window_bytes(model: CudaModel, counts: tuple[int, ...], context: int) -> flo
         if layer.ple is not None:
             total += layer.ple.num_bytes
     return total
+
+
+def _share_used(moe: MoeSpec, rows: int) -> float:
+    """Of a layer's experts: rows choose independently here, as random rows do."""
+    return 1 - (1 - moe.num_active / moe.num_experts) ** rows
 
 
 def windows(bench: Bench) -> list[dict[str, Any]]:
@@ -323,6 +331,68 @@ def parts(bench: Bench, rows: int) -> list[dict[str, Any]]:
         }
         for name, work, size in listed
     ]
+
+
+def tiers(bench: Bench) -> list[dict[str, Any]]:
+    """Windows and a prompt piece by the share of experts on the device; bytes of the others are read over the bus.
+
+    The first line is the rate of a copy from pinned memory.
+    """
+    layers, found = len(bench.model.layers), [{"what": "copy", "gb_per_s": _bus_rate() / 1e9}]
+    pairs = layers * bench.model.spec.moe.num_experts
+    for share in (None, 1.0, 0.5, 0.25):
+        one = bench
+        if share is not None:
+            one = make(layers, 33_000, 4, int(share * pairs))
+        far_bytes = sum(_far_of(layer.moe) for layer in one.model.layers)
+        for counts in ((1,), (5, 5, 5, 5)):
+            rows, slots = sum(counts), list(range(len(counts)))
+
+            def run(
+                one: Bench = one,
+                rows: int = rows,
+                slots: list[int] = slots,
+                counts: tuple[int, ...] = counts,
+            ) -> None:
+                one.step.window(random_ids(one.model, rows), slots, counts, [512] * len(slots))
+
+            run()
+            ms = median_ms(lambda one=one, n=rows: one.step.replay_window(n), run)
+            bus = far_bytes * _share_used(one.model.spec.moe, rows)
+            found.append(_tier_line(one, share, f"{rows} rows", ms, bus))
+        ids = random_ids(one.model, 2048)
+        trunk = one.engine.steps
+        ms = median_ms(lambda t=trunk, i=ids, s=one.state: t.chunk(i, 0, 0, s))
+        found.append(_tier_line(one, share, "piece of 2048", ms, far_bytes))
+        del one, run, trunk
+        torch.cuda.empty_cache()
+    return found
+
+
+def _tier_line(
+    bench: Bench, share: float | None, what: str, ms: float, bus: float
+) -> dict[str, Any]:
+    free, total = torch.cuda.mem_get_info()
+    return {
+        "layers": len(bench.model.layers),
+        "near": "all, without tiers" if share is None else share,
+        "what": what,
+        "ms": ms,
+        "bus_mib": bus / MIB,
+        "load_s": bench.engine.info.load_s,
+        "outside_mib": (total - free - torch.cuda.memory_reserved()) / MIB,
+    }
+
+
+def _far_of(moe: MoeWeights) -> int:
+    return 0 if moe.far is None else moe.far.gate_up.num_bytes + moe.far.down.num_bytes
+
+
+def _bus_rate() -> float:
+    """Bytes per second of a large copy from pinned memory."""
+    source = torch.empty(1 << 30, dtype=torch.uint8).pin_memory()
+    target = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    return source.numel() / (median_ms(lambda: target.copy_(source, non_blocking=True)) * 1e-3)
 
 
 def drafts(bench: Bench) -> list[dict[str, Any]]:
@@ -664,6 +734,7 @@ def main() -> None:
     wanted: list[tuple[str, Callable[[], Any]]] = [
         ("start", lambda: start(bench)),
         ("windows", lambda: windows(bench)),
+        ("tiers", lambda: tiers(bench)),
         ("drafts", lambda: drafts(bench)),
         ("rates", lambda: rates(results["windows"], results["drafts"])),
         ("parts", lambda: parts(bench, 1) + parts(bench, 20)),

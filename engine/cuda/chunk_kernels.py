@@ -10,6 +10,7 @@ Numbers that differ from piece to piece are not specialised on: a kernel is comp
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,20 +18,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.cuda.moe import multiply4
+from engine.cuda.moe import expert_at, multiply4
 from engine.cuda.primitives import LAUNCH, mma, sigmoid, wait
 from engine.cuda.qsa import cells_of, load_cells, select_blocks
 from engine.cuda.quant import GROUP, QUARTER, TILE
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from engine.cuda.moe import MoeWeights
     from engine.cuda.qsa import QsaWeights
+    from engine.cuda.quant import Packed4
+    from engine.cuda.tiers import FarExperts, StagedExperts
     from engine.model_spec import MoeSpec, QsaSpec
     from engine.state import SlotState
 
 DELTA_ROWS = 64
 """Rows that the delta rule takes at once."""
 _EXPERT_ROWS = 64
+_FETCH_LINES = 256
+"""Lines of a far expert that one program copies."""
 
 
 @triton.jit
@@ -414,11 +421,81 @@ def attend_chunk(
     return out
 
 
+@triton.jit(do_not_specialize=["first"])
+def _fetch(
+    words,
+    scales,
+    ids,
+    counts,
+    staged_words,
+    staged_scales,
+    first,
+    LINES: tl.constexpr,
+    BL: tl.constexpr,
+    QUARTER: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Grid (runs of lines, experts): copy the far experts from the first-th on that any row chose."""
+    wait(OVERLAP)
+    far = first + tl.program_id(1)
+    if tl.load(counts + tl.load(ids + far)) > 0:
+        line = tl.program_id(0) * BL + tl.arange(0, BL)
+        q = tl.arange(0, QUARTER)
+        source = far.to(tl.int64) * LINES + line
+        target = tl.program_id(1).to(tl.int64) * LINES + line
+        inside = line < LINES
+        value = tl.load(words + source[:, None] * QUARTER + q[None, :], mask=inside[:, None])
+        tl.store(staged_words + target[:, None] * QUARTER + q[None, :], value, mask=inside[:, None])
+        scale = tl.load(scales + source, mask=inside)
+        tl.store(staged_scales + target, scale, mask=inside)
+
+
+def _fetch_part(
+    part: Packed4, far: FarExperts, counts: Tensor, staged: Packed4, run: range
+) -> None:
+    lines = part.scales[0].numel()
+    _fetch[(triton.cdiv(lines, _FETCH_LINES), len(run))](
+        part.words,
+        part.scales,
+        far.ids,
+        counts,
+        staged.words,
+        staged.scales,
+        run.start,
+        LINES=lines,
+        BL=_FETCH_LINES,
+        QUARTER=QUARTER,
+        OVERLAP=LAUNCH.overlap,
+        **LAUNCH.options(4, 1),
+    )
+
+
 @triton.jit
+def _place_of(expert, order, low, high, E: tl.constexpr, TIERS: tl.constexpr):
+    """Whether a tile's expert is of this pass, and its number there: by the expert's address, or among those staged.
+
+    TIERS 0: experts lie in their order, and only a tile behind the last has none; 1: this pass takes those whose place
+    in `order` is from low to high, by address; 2: the same, staged in that order.
+    """
+    mine = expert < E
+    place = expert
+    if TIERS > 0:
+        at = tl.load(order + tl.minimum(expert, E - 1))
+        mine = mine & (at >= low) & (at < high)
+        if TIERS == 2:
+            place = at - low
+    return mine, place
+
+
+@triton.jit(do_not_specialize=["low", "high"])
 def _experts_up(
     x,
     words,
     scales,
+    addresses,
+    places,
+    low,
+    high,
     order,
     tile_expert,
     tile_first,
@@ -435,21 +512,25 @@ def _experts_up(
     GROUP: tl.constexpr,
     QUARTER: tl.constexpr,
     TILE: tl.constexpr,
+    TIERS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Grid (tiles of gate and up rows, tiles of sorted pairs): hidden bf16 [pairs as sorted, I] = silu(gate) * up."""
     tile = tl.program_id(0)
     wait(OVERLAP)
     expert = tl.load(tile_expert + tl.program_id(1))
-    if expert < E:
+    mine, at = _place_of(expert, places, low, high, E, TIERS)
+    if mine:
         place = tl.load(tile_first + tl.program_id(1)) + tl.arange(0, BM)
         rows = place < tl.load(ends + expert)
         pair = tl.load(order + place, mask=rows, other=0)
         n = tile * BN + tl.arange(0, BN)
-        first = expert.to(tl.int64) * (TILES * GROUPS * TILE)
+        own_words, own_scales = expert_at(
+            words, scales, addresses, at, TILES * GROUPS * TILE, QUARTER, TIERS == 1
+        )
         acc = multiply4(
-            words + first * QUARTER,
-            scales + first,
+            own_words,
+            own_scales,
             n,
             x + (pair // TOP)[None, :].to(tl.int64) * H,
             rows,
@@ -473,11 +554,15 @@ def _experts_up(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["low", "high"])
 def _experts_down(
     hidden,
     words,
     scales,
+    addresses,
+    places,
+    low,
+    high,
     order,
     tile_expert,
     tile_first,
@@ -493,20 +578,24 @@ def _experts_down(
     GROUP: tl.constexpr,
     QUARTER: tl.constexpr,
     TILE: tl.constexpr,
+    TIERS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Grid (tiles of output columns, tiles of sorted pairs): parts bf16 [pairs, H]."""
     wait(OVERLAP)
     expert = tl.load(tile_expert + tl.program_id(1))
-    if expert < E:
+    mine, at = _place_of(expert, places, low, high, E, TIERS)
+    if mine:
         place = tl.load(tile_first + tl.program_id(1)) + tl.arange(0, BM)
         rows = place < tl.load(ends + expert)
         pair = tl.load(order + place, mask=rows, other=0)
         n = tl.program_id(0) * BN + tl.arange(0, BN)
-        first = expert.to(tl.int64) * (TILES * GROUPS * TILE)
+        own_words, own_scales = expert_at(
+            words, scales, addresses, at, TILES * GROUPS * TILE, QUARTER, TIERS == 1
+        )
         acc = multiply4(
-            words + first * QUARTER,
-            scales + first,
+            own_words,
+            own_scales,
             n,
             hidden + place[None, :].to(tl.int64) * I,
             rows,
@@ -569,8 +658,12 @@ def experts_into_streams(
     streams: Tensor,
     inject: Tensor,
     spec: MoeSpec,
-) -> None:
-    """streams [T, S*H] += outer(inject [T, S], MoE of x [T, H]); top fp32 and ids int32 [T, k], shared bf16 [T, H]."""
+    staged: StagedExperts | None = None,
+) -> Tensor:
+    """streams [T, S*H] += outer(inject [T, S], MoE of x [T, H]); top fp32 and ids int32 [T, k], shared bf16 [T, H].
+
+    staged: through which far experts are read, if there are any. Returns how many rows chose each expert, int64 [E].
+    """
     num_rows, hidden_size = x.shape
     count = spec.num_experts
     flat = ids.flatten().to(torch.int64)
@@ -602,28 +695,36 @@ def experts_into_streams(
         "OVERLAP": LAUNCH.overlap,
         **LAUNCH.options(4, 3),
     }
-    up, down = weights.gate_up, weights.down
-    _experts_up[(triton.cdiv(2 * spec.expert_dim, rows), num_tiles)](
-        x,
-        up.words,
-        up.scales,
-        *where,
-        hidden,
-        GROUPS=up.num_groups,
-        TILES=up.words.shape[1],
-        TOP=spec.num_active,
-        **common,
-    )
-    _experts_down[(triton.cdiv(hidden_size, rows), num_tiles)](
-        hidden,
-        down.words,
-        down.scales,
-        *where,
-        parts,
-        GROUPS=down.num_groups,
-        TILES=down.words.shape[1],
-        **common,
-    )
+    for part in _passes(weights, staged, counts, num_rows):
+        up, down = part.gate_up, part.down
+        chosen = (part.order, part.low, part.high)
+        _experts_up[(triton.cdiv(2 * spec.expert_dim, rows), num_tiles)](
+            x,
+            up.words,
+            up.scales,
+            part.up_at,
+            *chosen,
+            *where,
+            hidden,
+            GROUPS=up.num_groups,
+            TILES=up.words.shape[1],
+            TOP=spec.num_active,
+            TIERS=part.tiers,
+            **common,
+        )
+        _experts_down[(triton.cdiv(hidden_size, rows), num_tiles)](
+            hidden,
+            down.words,
+            down.scales,
+            part.down_at,
+            *chosen,
+            *where,
+            parts,
+            GROUPS=down.num_groups,
+            TILES=down.words.shape[1],
+            TIERS=part.tiers,
+            **common,
+        )
     _combine[(num_rows, triton.cdiv(hidden_size, 1024))](
         shared,
         head,
@@ -640,3 +741,50 @@ def experts_into_streams(
         OVERLAP=LAUNCH.overlap,
         **LAUNCH.options(4, 1),
     )
+    return counts
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """The experts that one pair of launches multiplies: see `_place_of`."""
+
+    gate_up: Packed4
+    down: Packed4
+    up_at: Tensor
+    down_at: Tensor
+    order: Tensor
+    low: int
+    high: int
+    tiers: int
+
+
+def _passes(
+    weights: MoeWeights, staged: StagedExperts | None, counts: Tensor, num_rows: int
+) -> Iterator[_Pass]:
+    """All experts at once; or those on the device, then the far ones a few at a time, each of them fetched before.
+
+    Several tiles of rows would each read a far expert over the bus; as long as no expert has two, nothing is staged.
+    """
+    up, down, far = weights.gate_up, weights.down, weights.far
+    if far is None:
+        yield _Pass(up, down, up.words, down.words, up.words, 0, 0, 0)
+        return
+    count = far.ids.shape[0]
+    by_address = _Pass(up, down, far.up_at, far.down_at, far.order, -1, count, 1)
+    if count == 0 or num_rows <= _EXPERT_ROWS:
+        yield by_address
+        return
+    assert staged is not None
+    yield replace(by_address, high=0)
+    for first in range(0, count, staged.count):
+        run = range(first, min(first + staged.count, count))
+        _fetch_part(far.gate_up, far, counts, staged.gate_up, run)
+        _fetch_part(far.down, far, counts, staged.down, run)
+        yield replace(
+            by_address,
+            gate_up=staged.gate_up,
+            down=staged.down,
+            low=run.start,
+            high=run.stop,
+            tiers=2,
+        )

@@ -25,6 +25,7 @@ from engine.cuda.products import ProductScratch, product
 from engine.cuda.quant import GROUP, QUARTER, TILE, Packed4
 
 if TYPE_CHECKING:
+    from engine.cuda.tiers import FarExperts
     from engine.model_spec import MoeSpec
 
 _ROW_TILE = 16
@@ -35,16 +36,18 @@ _ROW_TILE = 16
 class MoeWeights:
     """head bf16 [E + 1 + 2*shared, padded to 8, H]: router, shared gate, shared gate and up rows;
     shared_down bf16 [H, shared];
-    gate_up 4 bits [E, 2*I, H], gate and up rows alternating; down 4 bits [E, H, I]."""
+    gate_up 4 bits [E, 2*I, H], gate and up rows alternating; down 4 bits [E, H, I]; with `far` only the experts that
+    have a slot, which are then found by address."""
 
     head: Tensor
     shared_down: Tensor
     gate_up: Packed4
     down: Packed4
+    far: FarExperts | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all of them."""
+        """Bytes of all of them on the device, but for tables of addresses."""
         dense = self.head.numel() + self.shared_down.numel()
         return 2 * dense + self.gate_up.num_bytes + self.down.num_bytes
 
@@ -155,6 +158,29 @@ def _tile_of_rows(base, count, place, rank, TOP: tl.constexpr, PM: tl.constexpr,
 
 
 @triton.jit
+def expert_at(
+    words,
+    scales,
+    addresses,
+    expert,
+    LINES: tl.constexpr,
+    QUARTER: tl.constexpr,
+    BY_ADDRESS: tl.constexpr,
+):
+    """Where an expert's words and scales begin: `expert` times its LINES behind the first's, or where a table says."""
+    if BY_ADDRESS:
+        own = addresses + expert * 2
+        # Known to be aligned: without that, each value would be loaded by itself.
+        words = tl.multiple_of(tl.load(own).to(words.dtype), 16)
+        scales = tl.multiple_of(tl.load(own + 1).to(scales.dtype), 16)
+    else:
+        first = expert.to(tl.int64) * LINES
+        words = words + first * QUARTER
+        scales = scales + first
+    return words, scales
+
+
+@triton.jit
 def _quarter(x_rows, k, rows, K: tl.constexpr, GROUP: tl.constexpr):
     """Columns k of the tile's rows."""
     if K % GROUP == 0:
@@ -208,6 +234,7 @@ def _gate_up(
     x,
     words,
     scales,
+    addresses,
     ids,
     hidden,
     lists,
@@ -225,6 +252,7 @@ def _gate_up(
     QUARTER: tl.constexpr,
     TILE: tl.constexpr,
     ONE: tl.constexpr,
+    BY_ADDRESS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Grid (tiles of rows of gate and up, pairs): hidden [R, TOP, I] = silu(gate) * up.
@@ -247,13 +275,15 @@ def _gate_up(
         tl.store(own + 1 + place, m * TOP + rank, mask=is_first & (place < PM))
     if is_first:
         n = tile * BN + tl.arange(0, BN)
-        first = expert.to(tl.int64) * (TILES * GROUPS * TILE)
+        own_words, own_scales = expert_at(
+            words, scales, addresses, expert, TILES * GROUPS * TILE, QUARTER, BY_ADDRESS
+        )
         i = tile * (BN // 2) + tl.arange(0, BN // 2)
         for base in range(0, count, BM):
             row, at, rows = _tile_of_rows(base, count, place, rank, TOP, PM, BM)
             acc = multiply4(
-                words + first * QUARTER,
-                scales + first,
+                own_words,
+                own_scales,
                 n,
                 x + row[None, :] * H,
                 rows,
@@ -279,6 +309,7 @@ def _down(
     hidden,
     words,
     scales,
+    addresses,
     ids,
     lists,
     parts,
@@ -292,6 +323,7 @@ def _down(
     GROUP: tl.constexpr,
     QUARTER: tl.constexpr,
     TILE: tl.constexpr,
+    BY_ADDRESS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Grid (tiles of output columns, pairs): parts fp32 [R, TOP, H]."""
@@ -301,14 +333,22 @@ def _down(
     own = lists + pair * (1 + PM)
     count = tl.load(own)
     if count > 0:
-        first = tl.load(ids + pair).to(tl.int64) * (TILES * GROUPS * TILE)
+        own_words, own_scales = expert_at(
+            words,
+            scales,
+            addresses,
+            tl.load(ids + pair),
+            TILES * GROUPS * TILE,
+            QUARTER,
+            BY_ADDRESS,
+        )
         for base in range(0, count, BM):
             c = base + tl.arange(0, BM)
             rows = c < count
             at = tl.load(own + 1 + c, mask=rows, other=0)
             acc = multiply4(
-                words + first * QUARTER,
-                scales + first,
+                own_words,
+                own_scales,
                 n,
                 hidden + at[None, :] * I,
                 rows,
@@ -453,13 +493,15 @@ def multiply_experts(
         "GROUP": GROUP,
         "QUARTER": QUARTER,
         "TILE": TILE,
+        "BY_ADDRESS": weights.far is not None,
         "OVERLAP": LAUNCH.overlap,
     }
-    up, down = weights.gate_up, weights.down
+    up, down, far = weights.gate_up, weights.down, weights.far
     _gate_up[(triton.cdiv(2 * spec.expert_dim, cut.up_rows), pairs)](
         x,
         up.words,
         up.scales,
+        up.words if far is None else far.up_at,
         scratch.ids,
         scratch.hidden,
         scratch.lists,
@@ -477,6 +519,7 @@ def multiply_experts(
         scratch.hidden,
         down.words,
         down.scales,
+        down.words if far is None else far.down_at,
         scratch.ids,
         scratch.lists,
         scratch.parts,

@@ -20,6 +20,7 @@ from engine.cuda.moe import route_into
 from engine.cuda.norm import norm_rows
 from engine.cuda.ple import gather_rows
 from engine.cuda.qsa import write_chunk_cells
+from engine.cuda.tiers import StagedExperts
 from engine.layers.residual import write_back
 
 if TYPE_CHECKING:
@@ -63,12 +64,18 @@ def chunk_bytes(spec: ModelSpec, num_rows: int, max_context: int) -> int:
 
 
 class Prefill:
-    """Reads pieces of one slot at a time into a SlotState. Holds no state of its own."""
+    """Reads pieces of one slot at a time into a SlotState. Holds no state of its own but what it stages experts in.
+
+    routed: rows that chose each expert, int64 [layers, E], counted on where there is one.
+    """
 
     def __init__(self, model: CudaModel, state: SlotState) -> None:
         self._model = model
         self._spec = model.spec
         self._state = state
+        has_far = any(x.moe.far is not None and x.moe.far.ids.numel() for x in model.layers)
+        self.staged = StagedExperts.make(model.spec, state.device) if has_far else None
+        self.routed: Tensor | None = None
 
     def prepare(self) -> None:
         """Compile every kernel for pieces of one row and of many, but for those that select blocks.
@@ -105,13 +112,15 @@ class Prefill:
         else:
             streams = streams.clone()
         where = self._rows(slot, start, ids.shape[0])
-        for layer in self._model.layers:
+        for number, layer in enumerate(self._model.layers):
             if layer.ple is not None:
                 self._ple(streams, ids, layer.ple, slot, fetched.get(layer.ple.index))
             mixed, inject = self._read(streams, layer.mixer_residual)
             write_back(streams, inject, self._mixer(mixed, layer, slot, start, where))
             mixed, inject = self._read(streams, layer.moe_residual)
-            self._moe(mixed, layer.moe, streams, inject)
+            counts = self._moe(mixed, layer.moe, streams, inject)
+            if self.routed is not None:
+                self.routed[number].add_(counts)
         return streams
 
     def _embed(self, ids: Tensor) -> Tensor:
@@ -216,7 +225,8 @@ class Prefill:
         )
         return projected, q, index_q
 
-    def _moe(self, mixed: Tensor, weights: MoeWeights, streams: Tensor, inject: Tensor) -> None:
+    def _moe(self, mixed: Tensor, weights: MoeWeights, streams: Tensor, inject: Tensor) -> Tensor:
+        """Into the streams. Returns how many rows chose each expert."""
         moe = self._spec.moe
         num_rows = mixed.shape[0]
         head = F.linear(mixed, weights.head)
@@ -225,7 +235,9 @@ class Prefill:
         middle = mixed.new_empty(num_rows, moe.shared_dim)
         route_into(head, top, ids, middle, moe)
         shared = F.linear(middle, weights.shared_down)
-        experts_into_streams(mixed, head, weights, top, ids, shared, streams, inject, moe)
+        return experts_into_streams(
+            mixed, head, weights, top, ids, shared, streams, inject, moe, self.staged
+        )
 
     def _ple(
         self,

@@ -7,13 +7,16 @@ loading.
 from __future__ import annotations
 
 import zlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from engine.cuda.quant import QUARTER, Packed4, pack4, packed_shape, unpack4
 from engine.model_spec import ModelSpec, spec_from_config
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 REAL_CONFIG: dict[str, Any] = {
     "model_type": "qwen4_exp_text",
@@ -113,9 +116,15 @@ class RandomTensors:
         """As `take`, copied to a tensor of the required shape."""
         target.copy_(self.take(name, tuple(target.shape)))
 
-    def packed_experts(self, name: str, shape: tuple[int, int, int]) -> Packed4:
+    def take_each(self, name: str, shape: tuple[int, ...]) -> Callable[[int], Tensor]:
+        """As `take`, by index on the first axis."""
+        whole = self.take(name, shape)
+        return lambda index: whole[index]
+
+    def packed_experts(self, name: str, shape: tuple[int, ...]) -> Packed4:
         """Random words and one plausible scale: for timing, without making the weights they stand for."""
-        scales = packed_shape(*shape)
+        count, rows, columns = shape
+        scales = packed_shape(count, rows, columns)
         words = torch.randint(
             -(1 << 15),
             1 << 15,

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from engine.memory_plan import EXPERTS_4_BITS, TABLE
+from engine.memory_plan import EXPERTS_4_BITS, TABLE, TIER_ONE, TIER_TWO
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from engine.cuda.weights import CudaModel, TensorSource
 
@@ -34,6 +34,7 @@ def weight_parts(model: CudaModel) -> dict[str, int]:
     layers = model.layers
     table = sum(tensor_bytes(layer.ple.table) for layer in layers if layer.ple is not None)
     experts = sum(tensor_bytes((x.moe.gate_up, x.moe.down)) for x in layers)
+    is_tiered = any(layer.moe.far is not None for layer in layers)
     residuals = (model.final, *((x.mixer_residual, x.moe_residual) for x in layers))
     parts = {
         "embedding": tensor_bytes(model.embedding),
@@ -42,13 +43,22 @@ def weight_parts(model: CudaModel) -> dict[str, int]:
         "gdn": _all(layer.gdn for layer in layers),
         "qsa": _all(layer.qsa for layer in layers),
         "residual": tensor_bytes(residuals),
-        "moe": _all(layer.moe for layer in layers) - experts,
-        EXPERTS_4_BITS: experts,
+        "moe": _all((layer.moe.head, layer.moe.shared_down) for layer in layers),
+        TIER_ONE if is_tiered else EXPERTS_4_BITS: experts,
         "head": tensor_bytes(model.head),
         "draft layer": tensor_bytes(model.draft),
         "rotary tables": tensor_bytes((model.cos, model.sin)),
     }
-    return {name: num_bytes for name, num_bytes in parts.items() if num_bytes}
+    parts = {name: num_bytes for name, num_bytes in parts.items() if num_bytes}
+    if is_tiered:
+        far = [layer.moe.far for layer in layers if layer.moe.far is not None]
+        parts |= {TIER_ONE: experts, TIER_TWO: _all((x.gate_up, x.down) for x in far)}
+    return parts
+
+
+def table_bytes(model: CudaModel) -> int:
+    """Bytes of the tables by which tiered experts are found."""
+    return _all(x.moe.far.tables for x in model.layers if x.moe.far is not None)
 
 
 def _all(things: Iterable[object]) -> int:
@@ -70,6 +80,10 @@ class NamesOnly:
         """Of any type: what is held is of the loader's choosing."""
         del name
         return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+    def take_each(self, name: str, shape: tuple[int, ...]) -> Callable[[int], Tensor]:
+        """As `take`, by index on the first axis."""
+        return lambda index: self.take(name, shape[1:])
 
     def finish(self, *, ignore: tuple[str, ...] = ()) -> None:
         """What is left over is found when the weights are read."""

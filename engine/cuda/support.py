@@ -33,6 +33,4 @@ def why_unsupported_choice(config: EngineConfig) -> str | None:
         return f"it computes in bfloat16, not in {config.dtype}"
     if config.kv not in ("auto", "bf16", "int8"):
         return f"it holds keys and values in bf16 or int8, not in {config.kv}"
-    if config.expert_cache is not None or config.expert_profile is not None:
-        return "it keeps every expert on the device, in 4 bits, without tiers"
     return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
@@ -16,6 +16,7 @@ from engine.cuda.ple import PleWeights
 from engine.cuda.qsa import QsaWeights
 from engine.cuda.quant import Packed4, pack4
 from engine.cuda.residual import ResidualWeights
+from engine.cuda.tiers import ExpertPlaces, empty_experts
 from engine.geometry import DRAFT_PREFIX
 from engine.layers.ple import HashedRows
 from engine.layers.rotary import RotaryTable
@@ -24,11 +25,15 @@ from engine.state import key_capacity
 from engine.tensor_names import elsewhere
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from engine.cuda.random_model import RandomTensors
     from engine.model_spec import ModelSpec
+    from engine.startup_plan import ExpertSplit
     from engine.weights import Checkpoint
 
-_EXPERTS_AT_ONCE = 64
+_EXPERTS_AT_ONCE = 8
+"""Packed together: what that takes in between must fit beside a full expert cache."""
 
 
 class TensorSource(Protocol):
@@ -38,6 +43,7 @@ class TensorSource(Protocol):
 
     def has(self, name: str) -> bool: ...
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor: ...
+    def take_each(self, name: str, shape: tuple[int, ...]) -> Callable[[int], Tensor]: ...
     def finish(self, *, ignore: tuple[str, ...] = ()) -> None: ...
 
 
@@ -94,7 +100,10 @@ class CudaModel:
 
 
 class CudaLoader:
-    """Builds a CudaModel. One use. Raises WeightMismatch as the source does."""
+    """Builds a CudaModel: `load`, `open_experts`, `load_experts`, `finish`. One use.
+
+    Raises WeightMismatch as the source does.
+    """
 
     def __init__(
         self,
@@ -117,9 +126,11 @@ class CudaLoader:
         self._spec = spec
         self._device = device
         self._capacity = key_capacity(max_context)
+        self._is_tiered = False
+        self._places: list[ExpertPlaces] = []
 
     def load(self, *, with_draft: bool) -> CudaModel:
-        """Read every tensor the model has."""
+        """Read every tensor but the trunk's experts."""
         spec, prefix = self._spec, self._source.trunk
         vocab = (spec.vocab_size, spec.hidden)
         table = RotaryTable(
@@ -132,7 +143,7 @@ class CudaLoader:
         cos, sin = table.at(torch.arange(self._capacity, device=self._device))
         embeds, is_last = spec.is_first or with_draft, spec.is_last
         mixer = f"{prefix}hyper_connection_mixer."
-        model = CudaModel(
+        return CudaModel(
             spec=spec,
             embedding=self._tensor(f"{prefix}embed_tokens.weight", vocab) if embeds else None,
             layers=tuple(self._layer(i) for i in spec.layers),
@@ -142,8 +153,38 @@ class CudaLoader:
             cos=cos,
             sin=sin,
         )
-        self._source.finish(ignore=elsewhere(prefix, spec, with_draft=with_draft))
-        return model
+
+    def open_experts(self, split: ExpertSplit | None = None) -> None:
+        """Allocate what the trunk's experts take on the device.
+
+        split: which of them go where; None: all to the device, without tiers.
+        """
+        everyone = range(self._spec.moe.num_experts)
+        self._is_tiered = split is not None and split.is_tiered
+        self._places = [
+            ExpertPlaces(
+                self._spec,
+                split.near(number) if split is not None else everyone,
+                self._device,
+            )
+            for number in range(self._spec.num_layers)
+        ]
+
+    def load_experts(self, model: CudaModel) -> CudaModel:
+        """The same with the trunk's experts, each read once and packed to where it goes."""
+        layers: list[CudaLayer] = []
+        for layer, index, places in zip(model.layers, self._spec.layers, self._places, strict=True):
+            self._fill(places, f"{self._source.trunk}layers.{index}.mlp.experts.")
+            gate_up, down = places.slots
+            far = places.far() if self._is_tiered else None
+            moe = replace(layer.moe, gate_up=gate_up, down=down, far=far)
+            layers.append(replace(layer, moe=moe))
+        return replace(model, layers=tuple(layers))
+
+    def finish(self, *, with_draft: bool) -> None:
+        """Raise WeightMismatch if a tensor is left over that belongs to no other stage either."""
+        ignored = elsewhere(self._source.trunk, self._spec, with_draft=with_draft)
+        self._source.finish(ignore=ignored)
 
     def _layer(self, layer: int) -> CudaLayer:
         spec = self._spec
@@ -172,7 +213,7 @@ class CudaLoader:
             attention_residual=self._residual(f"{layer}attn_hyper_connection.", inject=True),
             attention=self._qsa(f"{layer}self_attn.", len(spec.qsa_layers)),
             moe_residual=self._residual(f"{layer}mlp_hyper_connection.", inject=True),
-            moe=self._moe(f"{layer}mlp."),
+            moe=self._draft_moe(f"{layer}mlp."),
             final=self._residual(f"{prefix}hyper_connection_mixer.", inject=False),
         )
 
@@ -232,8 +273,9 @@ class CudaLoader:
         )
 
     def _moe(self, prefix: str) -> MoeWeights:
+        """With no experts yet."""
         spec, moe = self._spec, self._spec.moe
-        gate_up, down = self._experts(f"{prefix}experts.")
+        gate_up, down = empty_experts(spec, 0, self._device)
         return MoeWeights(
             head=_padded(
                 self._fused(
@@ -250,43 +292,51 @@ class CudaLoader:
             down=down,
         )
 
-    def _experts(self, prefix: str) -> tuple[Packed4, Packed4]:
-        """gate_up with gate and up rows alternating, and down; packed a few experts at a time."""
-        hidden, moe = self._spec.hidden, self._spec.moe
-        count, width = moe.num_experts, moe.expert_dim
-        if self._random is not None:
-            return (
-                self._random.packed_experts(f"{prefix}gate_up_proj", (count, 2 * width, hidden)),
-                self._random.packed_experts(f"{prefix}down_proj", (count, hidden, width)),
-            )
-        if self._source.has(f"{prefix}gate_up_proj"):
-            whole = self._source.take(f"{prefix}gate_up_proj", (count, 2 * width, hidden))
-            down = self._source.take(f"{prefix}down_proj", (count, hidden, width))
-            pairs = [
-                (self._pack_pairs(g), self._pack(d))
-                for g, d in zip(
-                    whole.split(_EXPERTS_AT_ONCE), down.split(_EXPERTS_AT_ONCE), strict=True
-                )
-            ]
-        else:
-            pairs = [
-                self._expert_run(prefix, range(first, min(first + _EXPERTS_AT_ONCE, count)))
-                for first in range(0, count, _EXPERTS_AT_ONCE)
-            ]
-        return _joined([p[0] for p in pairs]), _joined([p[1] for p in pairs])
+    def _draft_moe(self, prefix: str) -> MoeWeights:
+        """All experts on the device: every draft needs some."""
+        places = ExpertPlaces(self._spec, range(self._spec.moe.num_experts), self._device)
+        self._fill(places, f"{prefix}experts.")
+        gate_up, down = places.slots
+        return replace(self._moe(prefix), gate_up=gate_up, down=down)
 
-    def _expert_run(self, prefix: str, experts: range) -> tuple[Packed4, Packed4]:
-        hidden, width = self._spec.hidden, self._spec.moe.expert_dim
-        shapes = {
-            "gate_proj": (width, hidden),
-            "up_proj": (width, hidden),
-            "down_proj": (hidden, width),
-        }
-        gate, up, down = (
-            torch.stack([self._source.take(f"{prefix}{e}.{name}.weight", shape) for e in experts])
-            for name, shape in shapes.items()
-        )
-        return self._pack_pairs(torch.cat((gate, up), dim=1)), self._pack(down)
+    def _fill(self, places: ExpertPlaces, prefix: str) -> None:
+        """gate_up with gate and up rows alternating, and down, of every expert."""
+        if self._device.type == "meta":
+            return
+        places.open_host()
+        for expert, packed in enumerate(self._packed_experts(prefix)):
+            places.put(expert, *packed)
+
+    def _packed_experts(self, prefix: str) -> Iterator[tuple[Packed4, Packed4]]:
+        """gate_up and down of one expert after the other; packed a few at a time."""
+        count = self._spec.moe.num_experts
+        if self._random is not None:
+            parts = [
+                self._random.packed_experts(*part)
+                for part in names.fused_experts(prefix, self._spec)
+            ]
+            yield from zip(*(_singly(part) for part in parts), strict=True)
+            return
+        read = self._expert_reader(prefix)
+        for first in range(0, count, _EXPERTS_AT_ONCE):
+            run = [read(e) for e in range(first, min(first + _EXPERTS_AT_ONCE, count))]
+            gate_up = self._pack_pairs(torch.stack([one[0] for one in run]))
+            down = self._pack(torch.stack([one[1] for one in run]))
+            yield from zip(_singly(gate_up), _singly(down), strict=True)
+
+    def _expert_reader(self, prefix: str) -> Callable[[int], tuple[Tensor, Tensor]]:
+        """Reads gate_up [2*I, H] and down [H, I] of an expert as stored, from fused or per-expert tensors."""
+        fused = names.fused_experts(prefix, self._spec)
+        if self._source.has(fused[0][0]):
+            gate_up, down = (self._source.take_each(*part) for part in fused)
+            return lambda expert: (gate_up(expert), down(expert))
+        gate_ups, downs = names.expert_parts(prefix, self._spec)
+
+        def read(expert: int) -> tuple[Tensor, Tensor]:
+            gate, up = (self._source.take(*part) for part in gate_ups[2 * expert : 2 * expert + 2])
+            return torch.cat((gate, up)), self._source.take(*downs[expert])
+
+        return read
 
     def _pack_pairs(self, gate_up: Tensor) -> Packed4:
         return self._pack(gate_up.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2))
@@ -355,11 +405,9 @@ class CudaLoader:
         return self._source.take(name, shape).to(self._device, dtype).contiguous()
 
 
-def _joined(parts: list[Packed4]) -> Packed4:
-    return Packed4(
-        words=torch.cat([part.words for part in parts]),
-        scales=torch.cat([part.scales for part in parts]),
-    )
+def _singly(packed: Packed4) -> Iterator[Packed4]:
+    for words, scales in zip(packed.words.split(1), packed.scales.split(1), strict=True):
+        yield Packed4(words=words, scales=scales)
 
 
 def _padded(weight: Tensor) -> Tensor:

@@ -241,7 +241,7 @@ class NativeTrunk:
         return dict(zip(abi.STAGES, seconds, strict=True))
 
     def count_routes(self, run: Callable[[], object]) -> list[list[int]]:
-        """See TimedSteps.count_routes."""
+        """See CountingSteps.count_routes."""
         spec = self._step.spec
         routed = torch.zeros(spec.num_layers, spec.moe.num_experts, dtype=torch.int64)
         self._probed(run, None, routed.data_ptr())

@@ -216,9 +216,10 @@ def _experts(plan: StartPlan) -> str:
         how = ", computed all together" if dense else ", each in a slot"
         return f"experts: all {total} on the device{how}"
     slots = split.slots
+    form = "" if plan.step_lines is None else ", all in 4 bits"
     return (
         f"experts: {sum(slots)} of {total} have a slot, {min(slots)} to {max(slots)} a layer; "
-        f"{split.num_in_host} lie in host memory"
+        f"{split.num_in_host} lie in host memory{form}"
     )
 
 

@@ -21,8 +21,7 @@ from engine.loading import load_engine
 from engine.sources.gguf_text import extract_text
 from engine.sources.opening import GGUF_SUFFIX, read_spec
 from engine.startup_budget import slots_per_layer
-from engine.startup_plan import device_of
-from engine.steps import TimedSteps
+from engine.steps import CountingSteps
 from engine.tools.options import (
     MODEL_HELP,
     MtpOption,
@@ -81,8 +80,6 @@ def profile(
             threads=threads,
             num_slots=1,
             max_draft=0,
-            # The Triton kernels do not count their routes.
-            kernels="torch" if device_of(device).type == "cuda" else "auto",
             max_context=max_context or min(spec.max_position, _DEFAULT_CONTEXT),
         )
     )
@@ -98,7 +95,7 @@ def profile(
 def count_routes(engine: TorchEngine, texts: Sequence[Sequence[int]]) -> list[list[int]]:
     """Rows routed to each expert of each layer, [layers][experts], over all ids of all texts."""
     steps = engine.steps
-    if isinstance(steps, TimedSteps):
+    if isinstance(steps, CountingSteps):
         return steps.count_routes(lambda: _read_all(engine, texts))
     layers = [layer.moe for layer in engine.trunk.layers]
     for layer in layers:

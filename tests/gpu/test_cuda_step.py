@@ -7,7 +7,7 @@ heads, blocks of other sizes, no n-gram embedding.
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -21,6 +21,9 @@ from engine.reference.model import ReferenceModel
 from engine.reference.mtp import draft_chain, greedy_pick
 from engine.sampling import Picker, PickRow, TokenHistory
 from engine.state import KeptRows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 gpu = pytest.mark.gpu
 DEVICE = "cuda"
@@ -116,6 +119,10 @@ class Recorded:
     def take_into(self, name: str, target: Tensor) -> None:
         target.copy_(self.take(name, tuple(target.shape)))
 
+    def take_each(self, name: str, shape: tuple[int, ...]) -> Callable[[int], Tensor]:
+        whole = self.take(name, shape)
+        return lambda index: whole[index]
+
 
 class Case:
     """One model of the grid on the GPU and as a reference, with three prompts read by both."""
@@ -132,6 +139,8 @@ class Case:
         device = torch.device(DEVICE)
         loader = CudaLoader(source, self.spec, device=device, max_context=200)
         model = loader.load(with_draft=True)
+        loader.open_experts()
+        model = loader.load_experts(model)
         self.firsts: dict[int, int] = {}
         self.reference = ReferenceModel(config, source.taken)
         self.state = SlotState(

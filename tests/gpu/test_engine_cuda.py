@@ -7,6 +7,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.engine import TorchEngine
+from engine.instruments import count_allocations
 from engine.interface import (
     PAGE_TOKENS,
     DecodeStep,
@@ -133,6 +134,31 @@ def test_the_scheduler_parks_and_restores_beside_running_windows() -> None:
     parking_changes_no_text(engine)
     slabs = engine._parked._arena._slabs
     assert slabs and all(slab.is_pinned() for slab in slabs)
+
+
+def test_tiers_of_the_torch_layers_change_no_token() -> None:
+    """Experts of the host's memory are fetched and computed where the others are; first come, none, some and all."""
+    ids = text(200, 17)
+    found: list[list[int]] = []
+    for num_slots in (0, 40, 256):
+        engine = load_engine(
+            EngineConfig(
+                device="cuda",
+                dtype="float32",
+                max_context=1024,
+                kernels="torch",
+                threads=NUM_THREADS,
+                expert_cache=num_slots,
+            )
+        )
+        found.append([*read(engine, 0, ids), *decode(engine, 0, 24, 4)])
+        held = [item for item in engine.info.memory_plan if item.actual_bytes is not None]
+        assert all(item.planned_bytes == item.actual_bytes for item in held)
+        step = WindowPlan(decodes=(DecodeStep(slot=0, max_draft=4, spec_min_p=0.0),))
+        engine.run_window(step)
+        assert count_allocations(lambda e=engine, w=step: e.run_window(w)).device_calls == 0
+        engine.close()
+    assert found[1:] == found[:1] * 2
 
 
 def test_bf16_runs_and_stays_near(cpu: TorchEngine) -> None:

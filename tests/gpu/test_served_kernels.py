@@ -9,7 +9,8 @@ import torch
 
 from engine.config import EngineConfig
 from engine.engine import TorchEngine
-from engine.errors import ConfigMismatch
+from engine.errors import ConfigMismatch, PlanRefused
+from engine.expert_profile import profile_of_counts, write_profile
 from engine.instruments import count_allocations
 from engine.interface import (
     PAGE_TOKENS,
@@ -23,6 +24,7 @@ from engine.interface import (
     WindowPlan,
 )
 from engine.loading import load_engine
+from engine.tools.profile import count_routes
 from tests.gpu.conversing import parking_changes_no_text
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -205,10 +207,108 @@ def count_waits(work: object) -> int:
     return sum("synchronizing" in str(one.message) for one in found)
 
 
+NUM_EXPERTS, NUM_LAYERS, NUM_ACTIVE = 32, 8, 4
+"""Of the default model."""
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Ranks every pair: other experts than the first, and not equally many in each layer."""
+    path = tmp_path_factory.mktemp("profile") / "expert-profile.bin"
+    layers, experts = range(NUM_LAYERS), range(NUM_EXPERTS)
+    write_profile(path, profile_of_counts([[x * e % 13 for e in experts] for x in layers]))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def untiered() -> dict[str, list[int]]:
+    engine = load_engine(CONFIG)
+    return texts(engine)
+
+
+def texts(engine: TorchEngine) -> dict[str, list[int]]:
+    """A greedy and a sampled text behind a prompt of three pieces, with drafts, in company."""
+    firsts = {
+        name: read(engine, slot, text(300 + slot, 20 + slot), SAMPLING[name])
+        for slot, name in enumerate(("greedy", "sampled"))
+    }
+    found = decode(engine, (0, 1), 4)
+    return {name: [first, *found[i]] for i, (name, first) in enumerate(firsts.items())}
+
+
+@pytest.mark.parametrize("ranked", [False, True], ids=["first", "profile"])
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_tiers_change_no_token_and_no_hidden_cost(
+    share: float, ranked: bool, profile: str, untiered: dict[str, list[int]]
+) -> None:
+    num_slots = int(share * NUM_LAYERS * NUM_EXPERTS)
+    tiered = replace(
+        CONFIG,
+        kernels="compiled",
+        expert_cache=num_slots,
+        expert_profile=profile if ranked else None,
+    )
+    engine = load_engine(tiered, rehearse=True)
+    assert texts(engine) == untiered
+    items = {i.name: i for i in engine.info.memory_plan if i.actual_bytes is not None}
+    assert {n: i.planned_bytes for n, i in items.items()} == {
+        n: i.actual_bytes for n, i in items.items()
+    }
+    one, two = items["experts, tier one"].planned_bytes, items["experts, tier two"].planned_bytes
+    assert one * (NUM_LAYERS * NUM_EXPERTS - num_slots) == two * num_slots
+    assert "experts, 4 bits" not in items
+    steps = tuple(DecodeStep(slot=s, max_draft=4, spec_min_p=0.0) for s in (0, 1))
+
+    def window() -> None:
+        assert not engine.run_window(WindowPlan(decodes=steps)).failures
+
+    window()
+    assert count_allocations(window).device_calls == 0
+    assert count_waits(window) == 2
+
+
+def test_a_model_that_does_not_fit_starts_with_what_does(
+    untiered: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that lacks the memory of half of the experts."""
+    items = load_engine(CONFIG).info.memory_plan
+    planned = {item.name: item.planned_bytes for item in items}
+    budget = sum(planned.values()) - planned["ple table"] - planned["experts, 4 bits"] // 2
+    before = torch.cuda.memory_allocated()
+
+    def free_bytes(device: torch.device) -> int:
+        taken = torch.cuda.memory_allocated() - before
+        # Planned anew for every engine, but taken once a process.
+        return budget - taken - (planned["library workspace"] if taken else 0)
+
+    monkeypatch.setattr("engine.loading.free_bytes", free_bytes)
+    engine = load_engine(replace(CONFIG, vram_reserve_mib=0), rehearse=True)
+    held = {item.name: item for item in engine.info.memory_plan}
+    one, two = held["experts, tier one"], held["experts, tier two"]
+    assert 0 < one.planned_bytes < planned["experts, 4 bits"] / 2
+    assert one.planned_bytes + two.planned_bytes == planned["experts, 4 bits"]
+    assert (one.planned_bytes, two.planned_bytes) == (one.actual_bytes, two.actual_bytes)
+    assert texts(engine) == untiered
+
+
+def test_more_slots_than_there_are_experts_are_refused() -> None:
+    total = NUM_LAYERS * NUM_EXPERTS
+    with pytest.raises(PlanRefused, match=f"--expert-cache {total + 1}: there are {total} pairs"):
+        load_engine(replace(CONFIG, expert_cache=total + 1))
+
+
+def test_the_kernels_count_their_routes_wherever_the_experts_lie() -> None:
+    ids = [list(text(300, 3)), list(text(5, 4))]
+    found = [
+        count_routes(load_engine(replace(CONFIG, expert_cache=size)), ids) for size in (None, 20)
+    ]
+    assert found[0] == found[1]
+    assert [sum(layer) for layer in found[0]] == [305 * NUM_ACTIVE] * NUM_LAYERS
+
+
 def test_what_the_kernels_cannot_do_is_refused_when_asked_for_and_left_to_torch_otherwise() -> None:
     for changes, reason in (
         ({"dtype": "float32"}, "it computes in bfloat16, not in float32"),
-        ({"expert_cache": 4}, "without tiers"),
         ({"kv": "fp32"}, "not in fp32"),
     ):
         wanted = replace(CONFIG, **changes)

@@ -28,8 +28,6 @@ def make_spec() -> ModelSpec:
     [
         ({"dtype": "float32"}, "bfloat16, not in float32"),
         ({"kv": "fp32"}, "bf16 or int8, not in fp32"),
-        ({"expert_cache": 8}, "without tiers"),
-        ({"expert_profile": "ranking.bin"}, "without tiers"),
     ],
 )
 def test_choices_that_the_triton_kernels_do_not_have(changes: dict[str, Any], reason: str) -> None:
@@ -38,9 +36,17 @@ def test_choices_that_the_triton_kernels_do_not_have(changes: dict[str, Any], re
     assert reason in found
 
 
-@pytest.mark.parametrize("kv", ["auto", "bf16", "int8"])
-def test_choices_that_they_have(kv: str) -> None:
-    assert support.why_unsupported_choice(replace(CONFIG, kv=kv)) is None
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kv": "auto"},
+        {"kv": "bf16"},
+        {"kv": "int8"},
+        {"expert_cache": 8, "expert_profile": "ranking.bin"},
+    ],
+)
+def test_choices_that_they_have(changes: dict[str, Any]) -> None:
+    assert support.why_unsupported_choice(replace(CONFIG, **changes)) is None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,241 @@
+"""Where a 4-bit expert lies changes no bit: every number of slots against all experts on the device.
+
+With TRITON_INTERPRET=1 the tests of one layer run on a CPU.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.cuda.quant import pack4
+from engine.cuda.tiers import ExpertPlaces, StagedExperts, empty_experts
+from engine.expert_profile import profile_of_counts
+from engine.startup_budget import slots_per_layer
+from engine.startup_plan import ExpertSplit
+
+if TYPE_CHECKING:
+    from engine.cuda.backend import CudaBackend
+    from engine.model_spec import ModelSpec
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+pytestmark = pytest.mark.timeout(300)
+gpu = pytest.mark.gpu
+
+TINY: dict[str, Any] = {
+    "vocab_size": 67,
+    "hidden_size": 72,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "indexer_n_heads": 2,
+    "indexer_head_dim": 20,
+    "indexer_budget": 32,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 24,
+    "hc_count": 2,
+    "hc_lowrank": 12,
+    "ple_layer_ids": None,
+    "eos_token_id": 3,
+}
+PAIRS = 20
+LONG, SHORT = 90, 9
+"""Rows of a piece that stages what it needs from host memory, and of one that reads it there."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model with its experts divided one way."""
+
+    spec: ModelSpec
+    backend: CudaBackend
+
+    def outcome(self) -> list[Tensor]:
+        """Logits of a long and a short prompt piece, and of a window of two slots behind them."""
+        trunk, state = self.backend.trunk, self.backend.step.state
+        ids = torch.arange(200, device=DEVICE).view(-1, 1) * 7 % self.spec.vocab_size
+        found: list[Tensor] = []
+        for slot in (0, 1):
+            state.begin(slot)
+        start = 0
+        for count in (LONG, SHORT):
+            streams = trunk.chunk(ids[start : start + count], 0, start, state)
+            found.append(trunk.logits(streams).clone())
+            start += count
+        self.backend.step.window(ids[start : start + 4], [0, 1], [3, 1], [start, 0])
+        found.append(self.backend.step.logits(4).clone())
+        return found
+
+
+def split_of(spec: ModelSpec, num_slots: int, *, hot_last: bool) -> ExpertSplit:
+    """Slots for the first experts of each layer, or for those that a profile ranks first."""
+    counts = [[layer + e % 3 for e in range(spec.moe.num_experts)] for layer in range(4)]
+    ranking = profile_of_counts(counts if hot_last else [[0] * spec.moe.num_experts] * 4)
+    slots = slots_per_layer(num_slots, ranking.ranked_per_layer())
+    return ExpertSplit(
+        slots=slots, in_slots=frozenset(ranking.chosen(slots)), num_pairs=PAIRS, is_tiered=True
+    )
+
+
+def load(split: ExpertSplit | None) -> Case:
+    from engine.cuda.backend import build_cuda_step
+    from engine.cuda.random_model import RandomTensors, real_spec
+    from engine.cuda.tiers import hits_ready
+    from engine.cuda.weights import CudaLoader
+    from engine.state import SlotState
+
+    spec = real_spec(**TINY)
+    loader = CudaLoader(RandomTensors(DEVICE), spec, device=DEVICE, max_context=128)
+    model = loader.load(with_draft=False)
+    loader.open_experts(split)
+    model = loader.load_experts(model)
+    assert hits_ready((x.moe.gate_up, x.moe.down, x.moe.far) for x in model.layers)
+    state = SlotState(
+        spec,
+        num_slots=2,
+        max_context=128,
+        dtype=torch.bfloat16,
+        kv_dtype=torch.bfloat16,
+        device=DEVICE,
+    )
+    graphs = DEVICE.type == "cuda"
+    return Case(spec, build_cuda_step(model, state, num_token_ids=spec.vocab_size, graphs=graphs))
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Tensor]:
+    with torch.inference_mode():
+        return load(None).outcome()
+
+
+@gpu
+@pytest.mark.parametrize("hot_last", [False, True], ids=["first", "profile"])
+@torch.inference_mode()
+def test_no_number_of_slots_changes_a_bit(
+    hot_last: bool, expected: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long piece has room for two experts from host memory at once, so it fetches some after others."""
+    spec = load(None).spec
+    monkeypatch.setattr("engine.memory_plan.STAGED_BYTES", 2 * blob_bytes(spec))
+    for num_slots in range(PAIRS + 1):
+        case = load(split_of(spec, num_slots, hot_last=hot_last))
+        found = case.outcome()
+        staged = case.backend.prefill.staged
+        assert (staged.count if staged else 0) == (2 if num_slots < PAIRS else 0)
+        for one, other in zip(found, expected, strict=True):
+            assert torch.isfinite(one).all()
+            assert torch.equal(one, other), num_slots
+
+
+def blob_bytes(spec: ModelSpec) -> int:
+    up, down = empty_experts(spec, 1, torch.device("meta"))
+    return up.num_bytes + down.num_bytes
+
+
+@gpu
+@torch.inference_mode()
+def test_routes_are_counted_where_they_are_asked_for() -> None:
+    case = load(None)
+    counts = case.backend.trunk.count_routes(case.outcome)
+    assert [sum(layer) for layer in counts] == [2 * (LONG + SHORT)] * 4
+    assert case.backend.prefill.routed is None
+
+
+class Layer:
+    """The experts of one layer, and what rows of a window and of a prompt piece give with them."""
+
+    def __init__(self, near: set[int] | None) -> None:
+        """near: those in slots; None: all, without tiers."""
+        from engine.cuda.moe import MoeWeights
+        from engine.cuda.random_model import real_spec
+
+        self.spec = real_spec(**TINY)
+        moe, hidden = self.spec.moe, self.spec.hidden
+        generator = torch.Generator().manual_seed(4)
+        up = torch.randn(moe.num_experts, 2 * moe.expert_dim, hidden, generator=generator) / 8
+        down = torch.randn(moe.num_experts, hidden, moe.expert_dim, generator=generator) / 6
+        places = ExpertPlaces(self.spec, range(5) if near is None else near, DEVICE)
+        places.open_host()
+        for expert in range(moe.num_experts):
+            places.put(expert, pack4(up[expert : expert + 1]), pack4(down[expert : expert + 1]))
+        empty = torch.empty(0, device=DEVICE)
+        self.weights = MoeWeights(
+            head=empty,
+            shared_down=empty,
+            gate_up=places.slots[0],
+            down=places.slots[1],
+            far=None if near is None else places.far(),
+        )
+        self.generator = torch.Generator().manual_seed(9)
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator).to(DEVICE, torch.bfloat16)
+
+    def ids(self, num_rows: int) -> Tensor:
+        """Two different experts for every row; nobody asks for expert 4, nearly all for expert 3."""
+        rows = [[3, row % 3] if row % 8 else [row % 3, (row + 1) % 3] for row in range(num_rows)]
+        return torch.tensor(rows, dtype=torch.int32, device=DEVICE)
+
+    def window(self, num_rows: int) -> Tensor:
+        from engine.cuda.moe import ExpertTiling, MoeScratch, multiply_experts
+
+        scratch = MoeScratch.make(self.spec.moe, self.spec.hidden, num_rows, DEVICE)
+        scratch.ids.copy_(self.ids(num_rows))
+        scratch.parts.fill_(float("nan"))
+        x = self.random(num_rows, self.spec.hidden)
+        multiply_experts(x, self.weights, scratch, self.spec.moe, ExpertTiling())
+        return scratch.parts
+
+    def piece(self, num_rows: int) -> Tensor:
+        from engine.cuda.chunk_kernels import experts_into_streams
+
+        spec, moe = self.spec, self.spec.moe
+        streams = self.random(num_rows, spec.stream_width)
+        experts_into_streams(
+            self.random(num_rows, spec.hidden),
+            self.random(num_rows, moe.num_experts + 1 + 2 * moe.shared_dim),
+            self.weights,
+            self.random(num_rows, moe.num_active).to(torch.float32),
+            self.ids(num_rows),
+            self.random(num_rows, spec.hidden),
+            streams,
+            self.random(num_rows, spec.num_streams),
+            moe,
+            None if self.weights.far is None else StagedExperts.make(spec, DEVICE),
+        )
+        return streams
+
+
+NEAR = [set[int](), {3}, {0, 4}, {1, 2, 4}, {0, 1, 2, 3}, set(range(5))]
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda" and not torch.cuda.is_available(), reason="no device")
+@pytest.mark.parametrize("near", NEAR, ids=str)
+def test_a_layer_gives_the_same_bits_wherever_its_experts_lie(
+    near: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr("engine.memory_plan.STAGED_BYTES", 2 * blob_bytes(Layer(None).spec))
+    for num_rows in (1, 5):
+        wanted = Layer(None).window(num_rows)
+        assert torch.isfinite(wanted).all()
+        assert torch.equal(Layer(near).window(num_rows), wanted)
+    for num_rows in (SHORT, LONG):
+        wanted = Layer(None).piece(num_rows)
+        assert torch.isfinite(wanted).all()
+        assert torch.equal(Layer(near).piece(num_rows), wanted)
