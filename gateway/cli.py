@@ -38,6 +38,7 @@ from gateway.config import (
 )
 from gateway.errors import ConfigError
 from gateway.model_commands import add_model_commands
+from scheduler.command_line import exit_status
 from scheduler.config import CacheConfig
 from scheduler.messages import MAX_SLOTS, MAX_SPEC
 
@@ -47,29 +48,15 @@ if TYPE_CHECKING:
 _Value = TypeVar("_Value")
 _HELP = "Serve hybrid GDN, sparse attention and MoE models with MTP drafts over OpenAI's protocol."
 _DEFAULTS = ServeOptions()
-_EXIT_USAGE, _EXIT_ABORTED = 2, 130
 
 
 class _PlainErrors(TyperGroup):
-    """Says in one line what is wrong with the command line, so that a supervisor's log shows it whole."""
+    """Ends as the commands on models do."""
 
     def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         if not standalone_mode:
             return super().main(*args, standalone_mode=False, **extra)
-        try:
-            status = super().main(*args, standalone_mode=False, **extra)
-        except typer.Abort:
-            status = _EXIT_ABORTED
-        except Exception as error:
-            # What a wrong command line raises has no public class in common, but this method.
-            format_message: Callable[[], str] | None = getattr(error, "format_message", None)
-            if format_message is None:
-                raise
-            # Without a command the help was shown instead, and there is nothing to say.
-            if message := " ".join(format_message().split()):
-                sys.stderr.write(f"stratagate: {message}\n")
-            status = _EXIT_USAGE
-        sys.exit(status or 0)
+        sys.exit(exit_status(partial(super().main, *args, standalone_mode=False, **extra)))
 
 
 app = typer.Typer(

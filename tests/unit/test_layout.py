@@ -19,7 +19,16 @@ ALLOWED = {
 }
 
 # What the scheduler's process may load of the engine: messages, choices and errors.
-TORCH_FREE_ENGINE = {"interface", "config", "errors", "fake", "flight", "grammar", "wire"}
+TORCH_FREE_ENGINE = {
+    "command_line",
+    "interface",
+    "config",
+    "errors",
+    "fake",
+    "flight",
+    "grammar",
+    "wire",
+}
 
 # The HF baseline is a program of its own: it measures torch and transformers, not us.
 MAY_IMPORT_TORCH = {"loadtest/hf_baseline.py"}

@@ -19,7 +19,7 @@ from engine.interface import DecodeStep, PrefillChunk, SamplingParams, SlotStart
 from engine.loading import load_engine
 from engine.state import Rows
 from engine.steps import TimedSteps
-from engine.tools.__main__ import app
+from engine.tools.app import app
 from engine.tools.floor import _staged, measure_floor
 from engine.tools.profile import count_routes, hit_rate, read_conversations
 from tests.random_weights import SMALL, write_checkpoint

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from engine.tools.__main__ import app as tools
-from engine.tools.__main__ import main
+from engine.tools.__main__ import MODEL_PLACES, absent_model, main
+from engine.tools.app import app as tools
 from gateway.cli import app
 from gateway.model_commands import COMMANDS
 
@@ -18,16 +19,46 @@ def test_the_overview_lists_every_command_that_there_is() -> None:
     text = CliRunner().invoke(app, ["--help"]).output
     assert all(name in text for name in COMMANDS)
     known = {c.name or c.callback.__name__ for c in tools.registered_commands if c.callback}
-    assert known == set(COMMANDS)
+    assert known == set(COMMANDS) == set(MODEL_PLACES)
 
 
 def test_arguments_and_status_go_through() -> None:
-    command = (sys.executable, "-m", "gateway", "inspect", "/nowhere")
+    command = (sys.executable, "-m", "gateway", "inspect", str(Path(__file__).parent))
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert (
-        done.stderr == "stratagate: /nowhere: no config.json; a checkpoint directory is required\n"
+    assert done.stderr.endswith(": no config.json; a checkpoint directory is required\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "absent"),
+    [
+        ("inspect /nowhere", "/nowhere"),
+        ("plan nowhere --vram-mib 5", "nowhere"),
+        ("pack /nowhere new", "/nowhere"),
+        ("profile chats.jsonl /nowhere --out x", "/nowhere"),
+        ("inspect default", None),
+        ("inspect", None),
+        ("convert default new.gguf", None),
+        ("profile chats.jsonl", None),
+        ("plan --native 5 /nowhere", None),
+        ("plot /nowhere", None),
+        ("", None),
+    ],
+)
+def test_a_model_that_is_not_there_is_seen_by_its_place(line: str, absent: str | None) -> None:
+    assert absent_model(line.split()) == absent
+
+
+def test_a_model_that_is_not_there_is_seen_before_anything_is_imported_for_it() -> None:
+    code = (
+        "import sys; from engine.tools.__main__ import main\n"
+        "try: main()\n"
+        "except SystemExit as end: print(end.code, 'torch' in sys.modules, 'numpy' in sys.modules)"
     )
+    command = (sys.executable, "-c", code, "inspect", "/nowhere")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout == "1 False False\n"
+    assert done.stderr == "stratagate: /nowhere: no such file or directory\n"
 
 
 def test_help_is_the_command_s_own() -> None:

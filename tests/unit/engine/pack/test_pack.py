@@ -25,7 +25,7 @@ from engine.sources import ggml_types as types
 from engine.sources.base import TensorSource
 from engine.sources.mapped import MappedFile
 from engine.sources.opening import open_source, read_spec
-from engine.tools.__main__ import app
+from engine.tools.app import app
 from engine.tools.pack import pack
 from engine.weights import Checkpoint
 from tests.whole_source import whole

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from engine.errors import ConfigMismatch
-from engine.tools.__main__ import app
+from engine.tools.app import app
 from engine.tools.tables import table
 from tests.unit.engine.real_config import REAL_TEXT_CONFIG
 

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from engine.errors import PlanRefused
-from engine.tools.__main__ import app
+from engine.tools.app import app
 from tests.unit.engine.real_config import REAL_TEXT_CONFIG
 
 runner = CliRunner()
