@@ -1,8 +1,8 @@
 """Mixture of experts with 4-bit experts for a window's rows (model.md 1.6).
 
 Each used expert is read once: a program belongs to a (row, rank) pair and leaves at once unless it is the first that
-chose its expert; then it multiplies for all rows that chose it. A row's arithmetic does not depend on its company.
-
+chose its expert; then it multiplies for all rows that chose it. A row's arithmetic does not depend on its company: rows
+are multiplied as whole numbers (`digits`), and from them to an expert's part every rounding is written out.
 """
 
 # Kernels are another language in Python's clothes.
@@ -20,6 +20,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.cuda.digits import (
+    Digits,
+    column_of_run,
+    fetch,
+    first_of_run,
+    multiply_digits,
+    place_of,
+    silu_plain,
+    split_rows,
+    to_digits,
+)
 from engine.cuda.primitives import LAUNCH, mma, row_tile, sigmoid, two_parts, unpack, wait
 from engine.cuda.products import ProductScratch, product
 from engine.cuda.quant import GROUP, QUARTER, TILE, Packed4
@@ -28,6 +39,8 @@ if TYPE_CHECKING:
     from engine.cuda.tiers import FarExperts
     from engine.model_spec import MoeSpec
 
+_GROUP = tl.constexpr(GROUP)
+_QUARTER = tl.constexpr(QUARTER)
 _ROW_TILE = 16
 """Rows of one expert multiplied at once."""
 
@@ -60,7 +73,8 @@ class MoeScratch:
     weights: Tensor
     ids: Tensor
     shared: Tensor
-    hidden: Tensor
+    x: Digits
+    hidden: Digits
     lists: Tensor
     parts: Tensor
 
@@ -76,7 +90,8 @@ class MoeScratch:
             weights=empty(spec.num_active, dtype=torch.float32),
             ids=empty(spec.num_active, dtype=torch.int32),
             shared=empty(spec.shared_dim),
-            hidden=empty(spec.num_active, spec.expert_dim),
+            x=Digits.make(max_rows, hidden, 1, device),
+            hidden=Digits.make(max_rows * spec.num_active, spec.expert_dim, 2, device),
             lists=empty(spec.num_active, 1 + row_tile(max_rows), dtype=torch.int32),
             parts=empty(spec.num_active, hidden, dtype=torch.float32),
         )
@@ -231,35 +246,36 @@ def multiply4(
 
 @triton.jit(do_not_specialize=["R"])
 def _gate_up(
-    x,
+    digits,
+    units,
     words,
     scales,
     addresses,
     ids,
     hidden,
+    hidden_units,
     lists,
     R,
-    H: tl.constexpr,
     GROUPS: tl.constexpr,
     TILES: tl.constexpr,
+    TILE: tl.constexpr,
     I: tl.constexpr,
+    OUT: tl.constexpr,
     TOP: tl.constexpr,
     PT: tl.constexpr,
     PM: tl.constexpr,
     BN: tl.constexpr,
     BM: tl.constexpr,
-    GROUP: tl.constexpr,
-    QUARTER: tl.constexpr,
-    TILE: tl.constexpr,
     ONE: tl.constexpr,
     BY_ADDRESS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid (tiles of rows of gate and up, pairs): hidden [R, TOP, I] = silu(gate) * up.
+    """Grid (runs of hidden columns, pairs): digits of hidden [R * TOP, OUT groups] = silu(gate) * up.
 
+    A run is half a group: the columns whose digits lie together. BN is its rows of gate and up.
     lists int32 [pairs, 1 + PM]: how many rows a pair multiplies, 0 unless it is its expert's first; and their pairs.
     """
-    tile = tl.program_id(0)
+    run = tl.program_id(0)
     pair = tl.program_id(1)
     wait(OVERLAP)
     if ONE:
@@ -268,45 +284,59 @@ def _gate_up(
         rank = tl.arange(0, PM) * 0 + pair
     else:
         expert, is_first, count, place, rank = _chosen(ids, pair, R, TOP, PT, PM)
-    if tile == 0:
+    if run == 0:
         own = lists + pair * (1 + PM)
         m = tl.arange(0, PM)
         tl.store(own, tl.where(is_first, count, 0))
         tl.store(own + 1 + place, m * TOP + rank, mask=is_first & (place < PM))
     if is_first:
-        n = tile * BN + tl.arange(0, BN)
         own_words, own_scales = expert_at(
-            words, scales, addresses, expert, TILES * GROUPS * TILE, QUARTER, BY_ADDRESS
+            words, scales, addresses, expert, TILES * GROUPS * TILE, _QUARTER, BY_ADDRESS
         )
-        i = tile * (BN // 2) + tl.arange(0, BN // 2)
+        i = column_of_run(run, tl.arange(0, BN // 2))
+        r = tl.arange(0, BN)
+        if not BY_ADDRESS:
+            for half in tl.static_range(2):
+                # Half of the run's columns are half a group away.
+                tile = (first_of_run(run) + half * (_GROUP // 2)) * 2 // TILE
+                line = tl.minimum(tile, TILES - 1) * (GROUPS * TILE)
+                fetch(own_scales + line, GROUPS * TILE * 2)
         for base in range(0, count, BM):
-            row, at, rows = _tile_of_rows(base, count, place, rank, TOP, PM, BM)
-            acc = multiply4(
+            if ONE:
+                rows = tl.arange(0, BM) == 0
+                row = tl.arange(0, BM) * 0
+                at = row + pair
+            else:
+                row, at, rows = _tile_of_rows(base, count, place, rank, TOP, PM, BM)
+            acc = multiply_digits(
                 own_words,
                 own_scales,
-                n,
-                x + row[None, :] * H,
+                2 * column_of_run(run, r // 2) + r % 2,
+                digits,
+                units,
+                row,
                 rows,
-                H,
                 GROUPS,
+                1,
                 BN,
                 BM,
-                GROUP,
-                QUARTER,
                 TILE,
                 TILES,
+                OUT * 2 * _GROUP > TILES * TILE,
             )
-            pairs = acc.to(tl.bfloat16).to(tl.float32).reshape(BN // 2, 2, BM)
-            gate, up = tl.split(tl.permute(pairs, (0, 2, 1)))
-            middle = (gate * sigmoid(gate)).to(tl.bfloat16).to(tl.float32) * up
-            tl.store(
-                hidden + at[None, :] * I + i[:, None], middle, mask=rows[None, :] & (i[:, None] < I)
-            )
+            gate, up = tl.split(tl.permute(acc.reshape(BN // 2, 2, BM), (0, 2, 1)))
+            middle = tl.where(i[:, None] < I, silu_plain(gate) * up, 0.0)
+            high, low, unit = to_digits(middle, 0)
+            to = hidden + at[None, :] * (2 * OUT * _GROUP) + place_of(i)[:, None]
+            tl.store(to, high, mask=rows[None, :])
+            tl.store(to + OUT * _GROUP, low, mask=rows[None, :])
+            tl.store(hidden_units + at * (2 * OUT) + run, unit, mask=rows)
 
 
 @triton.jit
 def _down(
     hidden,
+    hidden_units,
     words,
     scales,
     addresses,
@@ -316,22 +346,30 @@ def _down(
     H: tl.constexpr,
     GROUPS: tl.constexpr,
     TILES: tl.constexpr,
-    I: tl.constexpr,
+    TILE: tl.constexpr,
     PM: tl.constexpr,
     BN: tl.constexpr,
     BM: tl.constexpr,
-    GROUP: tl.constexpr,
-    QUARTER: tl.constexpr,
-    TILE: tl.constexpr,
+    ONE: tl.constexpr,
     BY_ADDRESS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Grid (tiles of output columns, pairs): parts fp32 [R, TOP, H]."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     pair = tl.program_id(1)
+    if not BY_ADDRESS:
+        # Experts were chosen before the kernel that this one overlaps. What is read here only says which memory to ask
+        # for: it is read again below.
+        early = tl.load(ids + pair).to(tl.int64) * (TILES * GROUPS * TILE)
+        for t in tl.static_range((BN + TILE - 1) // TILE):
+            tile = tl.minimum(tl.program_id(0) * BN // TILE + t, TILES - 1)
+            fetch(scales + early + tile * (GROUPS * TILE), GROUPS * TILE * 2)
     wait(OVERLAP)
     own = lists + pair * (1 + PM)
-    count = tl.load(own)
+    if ONE:
+        count = 1
+    else:
+        count = tl.load(own)
     if count > 0:
         own_words, own_scales = expert_at(
             words,
@@ -339,27 +377,31 @@ def _down(
             addresses,
             tl.load(ids + pair),
             TILES * GROUPS * TILE,
-            QUARTER,
+            _QUARTER,
             BY_ADDRESS,
         )
         for base in range(0, count, BM):
             c = base + tl.arange(0, BM)
             rows = c < count
-            at = tl.load(own + 1 + c, mask=rows, other=0)
-            acc = multiply4(
+            if ONE:
+                at = c * 0 + pair
+            else:
+                at = tl.load(own + 1 + c, mask=rows, other=0)
+            acc = multiply_digits(
                 own_words,
                 own_scales,
                 n,
-                hidden + at[None, :] * I,
+                hidden,
+                hidden_units,
+                at,
                 rows,
-                I,
                 GROUPS,
+                2,
                 BN,
                 BM,
-                GROUP,
-                QUARTER,
                 TILE,
                 TILES,
+                TILES * TILE % BN != 0,
             )
             tl.store(
                 parts + at[None, :] * H + n[:, None], acc, mask=rows[None, :] & (n[:, None] < H)
@@ -470,64 +512,84 @@ def moe_into_streams(
 
 @dataclass(frozen=True, slots=True)
 class ExpertTiling:
-    """Rows of gate and up, and of down, that one program reads; warps and stages of each."""
+    """How the experts' products are cut. Measured at the real geometry with one row and with twenty."""
 
-    up_rows: int = 128
+    rows: int = 4
+    """Rows of one expert multiplied at once: their two digits fill the narrowest product."""
+    up_warps: int = 4
     up_stages: int = 3
-    down_rows: int = 128
+    up_registers: int = 128
+    down_rows: int = 64
+    """Output rows of one program."""
+    down_warps: int = 2
     down_stages: int = 3
-    warps: int = 4
+    down_registers: int = 96
 
 
 def multiply_experts(
     x: Tensor, weights: MoeWeights, scratch: MoeScratch, spec: MoeSpec, cut: ExpertTiling
 ) -> None:
     """scratch.parts of the rows x from scratch.ids."""
-    num_rows, hidden = x.shape
+    split_rows(x, scratch.x)
+    multiply_split(x.shape[0], weights, scratch, spec, cut)
+
+
+def multiply_split(
+    num_rows: int, weights: MoeWeights, scratch: MoeScratch, spec: MoeSpec, cut: ExpertTiling
+) -> None:
+    """scratch.parts of the rows scratch.x from scratch.ids."""
     pairs = num_rows * spec.num_active
+    hidden = scratch.parts.shape[-1]
+    up, down = weights.gate_up, weights.down
     shared = {
-        "I": spec.expert_dim,
-        "H": hidden,
         "PM": row_tile(num_rows),
-        "BM": _ROW_TILE,
-        "GROUP": GROUP,
-        "QUARTER": QUARTER,
+        "BM": cut.rows,
+        "ONE": num_rows == 1,
         "TILE": TILE,
         "BY_ADDRESS": weights.far is not None,
         "OVERLAP": LAUNCH.overlap,
+        # What is rounded is written out.
+        "enable_fp_fusion": False,
     }
-    up, down, far = weights.gate_up, weights.down, weights.far
-    _gate_up[(triton.cdiv(2 * spec.expert_dim, cut.up_rows), pairs)](
-        x,
+    far = weights.far
+    _gate_up[(2 * down.num_groups, pairs)](
+        scratch.x.digits,
+        scratch.x.units,
         up.words,
         up.scales,
         up.words if far is None else far.up_at,
         scratch.ids,
-        scratch.hidden,
+        scratch.hidden.digits,
+        scratch.hidden.units,
         scratch.lists,
         num_rows,
+        I=spec.expert_dim,
+        OUT=down.num_groups,
         TOP=spec.num_active,
         PT=triton.next_power_of_2(spec.num_active),
-        ONE=num_rows == 1,
         GROUPS=up.num_groups,
         TILES=up.words.shape[1],
-        BN=cut.up_rows,
+        BN=GROUP,
         **shared,
-        **LAUNCH.options(cut.warps, cut.up_stages),
+        maxnreg=cut.up_registers,
+        **LAUNCH.options(cut.up_warps, cut.up_stages),
     )
     _down[(triton.cdiv(hidden, cut.down_rows), pairs)](
-        scratch.hidden,
+        scratch.hidden.digits,
+        scratch.hidden.units,
         down.words,
         down.scales,
         down.words if far is None else far.down_at,
         scratch.ids,
         scratch.lists,
         scratch.parts,
+        H=hidden,
         GROUPS=down.num_groups,
         TILES=down.words.shape[1],
         BN=cut.down_rows,
         **shared,
-        **LAUNCH.options(cut.warps, cut.down_stages),
+        maxnreg=cut.down_registers,
+        **LAUNCH.options(cut.down_warps, cut.down_stages),
     )
 
 

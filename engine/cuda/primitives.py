@@ -98,28 +98,28 @@ def quantized(x):
 
 @triton.jit
 def unpack(words):
-    """int16 words of four nibbles -> four bf16 tensors nibble - 8, lowest first. bf16 0x4300 | n is 128 + n."""
+    """int16 words of four signed nibbles -> four bf16 tensors, lowest first. bf16 0x4300 | n is 128 + n."""
     if _ON_CPU:
         # numpy converts no integer to bf16; `mma` takes fp32 there.
         wide = words.to(tl.int32) & 0xFFFF
-        a = ((wide & 15) - 8).to(tl.float32)
-        b = (((wide >> 4) & 15) - 8).to(tl.float32)
-        c = (((wide >> 8) & 15) - 8).to(tl.float32)
-        d = (((wide >> 12) & 15) - 8).to(tl.float32)
+        a = (((wide & 15) ^ 8) - 8).to(tl.float32)
+        b = ((((wide >> 4) & 15) ^ 8) - 8).to(tl.float32)
+        c = ((((wide >> 8) & 15) ^ 8) - 8).to(tl.float32)
+        d = ((((wide >> 12) & 15) ^ 8) - 8).to(tl.float32)
     else:
-        # Two words a register, so each step unpacks two weights.
+        # Two words a register, so each step unpacks two weights: with bit 3 turned over they are 8 more, (n & 15) ^ 8.
         a, b, c, d = tl.inline_asm_elementwise(
             """
             {
             .reg .b32 t, bias;
             mov.b32 bias, 0x43084308;
-            lop3.b32 $0, $4, 0x000F000F, 0x43004300, 0xEA;
+            lop3.b32 $0, $4, 0x000F000F, bias, 0x6A;
             shr.b32 t, $4, 4;
-            lop3.b32 $1, t, 0x000F000F, 0x43004300, 0xEA;
+            lop3.b32 $1, t, 0x000F000F, bias, 0x6A;
             shr.b32 t, $4, 8;
-            lop3.b32 $2, t, 0x000F000F, 0x43004300, 0xEA;
+            lop3.b32 $2, t, 0x000F000F, bias, 0x6A;
             shr.b32 t, $4, 12;
-            lop3.b32 $3, t, 0x000F000F, 0x43004300, 0xEA;
+            lop3.b32 $3, t, 0x000F000F, bias, 0x6A;
             sub.bf16x2 $0, $0, bias;
             sub.bf16x2 $1, $1, bias;
             sub.bf16x2 $2, $2, bias;

@@ -1,8 +1,9 @@
 """Experts in 4 bits: symmetric, one scale per GROUP input columns of a row. Plain torch; kernels read what this packs.
 
 TILE rows of one group lie together, so that a program which walks along K reads one run of memory. A word holds four
-weights of one group, QUARTER columns apart: nibble j of word w is column j * QUARTER + w of its group. So the nibbles
-of consecutive words are consecutive columns, and a kernel multiplies a quarter at a time.
+weights of one group, QUARTER columns apart: nibble j of word w is column j * QUARTER + w of its group, in two's
+complement. So the nibbles of consecutive words are consecutive columns, and a kernel multiplies a quarter at a time; or
+it reads bytes, whose low and high nibbles are each half a group in another order.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ GROUP = 128
 QUARTER = GROUP // 4
 TILE = 64
 _LEVELS = 7
-_BIAS = 8
+_LOWEST = -8
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +56,19 @@ def pack4(weight: Tensor) -> Packed4:
     groups = padded.view(count, tiles, TILE, num_groups, GROUP).transpose(2, 3)
     scales = (groups.abs().amax(-1) / _LEVELS).to(torch.bfloat16)
     divisor = scales.to(torch.float32).clamp_min(1e-30).unsqueeze(-1)
-    levels = (groups / divisor).round_().clamp_(-_BIAS, _LEVELS).to(torch.int32) + _BIAS
+    levels = (groups / divisor).round_().clamp_(_LOWEST, _LEVELS).to(torch.int32) & 15
     quarters = levels.unflatten(-1, (4, QUARTER))
     words = quarters[..., 0, :].clone()
     for j in range(1, 4):
         words |= quarters[..., j, :] << (4 * j)
-    return Packed4(words=words.to(torch.int16), scales=scales)
+    return Packed4(words=words.to(torch.int16).contiguous(), scales=scales.contiguous())
 
 
 def unpack4(packed: Packed4, num_rows: int, num_columns: int) -> Tensor:
     """fp32 [E, num_rows, num_columns] of what `pack4` kept: the reference of every 4-bit kernel."""
     words = (packed.words.to(torch.int32) & 0xFFFF).unsqueeze(-2)
     shifts = torch.arange(0, 16, 4, device=words.device).view(4, 1)
-    levels = (((words >> shifts) & 15) - _BIAS).flatten(-2)
+    levels = ((((words >> shifts) & 15) ^ 8) - 8).flatten(-2)
     wide = levels.to(torch.float32) * packed.scales.to(torch.float32).unsqueeze(-1)
     count, tiles, groups, tile, width = wide.shape
     rows = wide.transpose(2, 3).reshape(count, tiles * tile, groups * width)

@@ -451,6 +451,96 @@ def test_rows_that_need_history_or_limits_are_left_to_torch() -> None:
     assert not can_pick(replace(row(), limit=RowLimit()))
 
 
+class Experts:
+    """Twenty rows and experts whose width and columns no tile divides."""
+
+    hidden, rows = 300, 20
+
+    def __init__(self, *, num_active: int = 3) -> None:
+        from engine.cuda.moe import MoeScratch, MoeWeights
+        from engine.cuda.random_model import real_spec
+
+        changes = {"num_experts_per_tok": num_active, "moe_intermediate_size": 200}
+        self.spec = real_spec(**{**SMALL, **changes}).moe
+        count, width = self.spec.num_experts, self.spec.expert_dim
+        generator = torch.Generator(DEVICE).manual_seed(3)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, device=DEVICE, generator=generator)
+
+        gate_up = pack4(normal(count, 2 * width, self.hidden) / 10)
+        down = pack4(normal(count, self.hidden, width) / 6)
+        empty = torch.empty(0, device=DEVICE)
+        self.weights = MoeWeights(head=empty, shared_down=empty, gate_up=gate_up, down=down)
+        self.x = normal(self.rows, self.hidden).to(torch.bfloat16)
+        self.ids = normal(self.rows, count).topk(num_active).indices.to(torch.int32)
+        self._make = lambda rows: MoeScratch.make(self.spec, self.hidden, rows, self.x.device)
+
+    def parts(self, of: slice, **cut: int) -> Tensor:
+        """fp32 [rows, k, H] of these rows, in fresh buffers."""
+        from engine.cuda.moe import ExpertTiling, multiply_experts
+
+        x, ids = self.x[of], self.ids[of]
+        scratch = self._make(len(x))
+        poison(scratch)
+        scratch.ids.copy_(ids)
+        multiply_experts(x, self.weights, scratch, self.spec, ExpertTiling(**cut))
+        return scratch.parts
+
+    def wanted(self) -> Tensor:
+        """In fp32."""
+        width = self.spec.expert_dim
+        gate_up = unpack4(self.weights.gate_up, 2 * width, self.hidden)[self.ids.long()]
+        middle = torch.einsum("rknh,rh->rkn", gate_up, self.x.to(torch.float32))
+        middle = torch.nn.functional.silu(middle[..., 0::2]) * middle[..., 1::2]
+        down = unpack4(self.weights.down, self.hidden, width)[self.ids.long()]
+        return torch.einsum("rkhn,rkn->rkh", down, middle)
+
+
+@gpu
+@needs_cuda
+@torch.inference_mode()
+def test_experts_lose_less_than_bf16_and_depend_neither_on_company_nor_on_tiling() -> None:
+    case = Experts()
+    parts = case.parts(slice(None))
+    assert float(errors(parts.flatten(0, 1), case.wanted().flatten(0, 1).cpu()).max()) < 5e-4
+    assert torch.equal(case.parts(slice(None), rows=8, down_rows=128, down_warps=4), parts)
+    for row in range(0, case.rows, 7):
+        assert torch.equal(case.parts(slice(row, row + 1)), parts[row : row + 1])
+
+
+@gpu
+@needs_cuda
+@torch.inference_mode()
+@pytest.mark.parametrize("strange", [float("nan"), float("inf"), -float("inf")])
+def test_a_row_that_is_not_finite_ends_so_and_spoils_no_other(strange: float) -> None:
+    case = Experts()
+    good = case.parts(slice(None))
+    case.x[11, 290] = strange
+    parts = case.parts(slice(None))
+    assert not bool(parts[11].isfinite().any())
+    assert torch.equal(parts[:11], good[:11])
+    assert torch.equal(parts[12:], good[12:])
+
+
+@gpu
+@needs_cuda
+@torch.inference_mode()
+def test_rows_of_any_size_are_multiplied() -> None:
+    """The smallest and the largest numbers that bf16 has, and zeros."""
+    case = Experts()
+    case.x[0] = 0.0
+    case.x[1] *= 1e-12
+    case.x[2] *= 1e36
+    case.x[3, :128] *= 1e-30
+    parts, wanted = case.parts(slice(None)), case.wanted()
+    assert bool((parts[0] == 0.0).all())
+    for row in (1, 3):
+        scale = float(wanted[row].abs().max())
+        assert float((parts[row] - wanted[row]).abs().max()) <= 1e-3 * scale
+    assert torch.equal(parts[2].isfinite(), wanted[2].isfinite())
+
+
 @gpu
 @needs_cuda
 @torch.inference_mode()
