@@ -27,6 +27,10 @@ class ModelParts:
         return tuple(Path(path) for path in given if path is not None)
 
 
+KERNELS = ("auto", "compiled", "portable", "torch")
+"""What EngineConfig.kernels may be."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """What to load and how to run it. Values are already checked by whoever parsed them."""

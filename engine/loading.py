@@ -323,7 +323,7 @@ def load_cuda_step(
     from engine.cuda.weights import CudaLoader
 
     limits = limits_of(config, spec, has_gpu=True)
-    lines = planned_cuda_lines(source, spec, limits, config.ple_io)
+    lines = planned_cuda_lines(spec, limits, config.ple_io)
     plan = plan_start(config, spec, machine, torch.bfloat16, step_lines=lines)
     _log.info("the Triton kernels run, with experts rounded to 4 bits")
     if config.pool_workers is not None:

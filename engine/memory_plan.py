@@ -99,7 +99,9 @@ class MemoryPlan:
             parts.append(
                 f"{table / MIB:.0f} MiB are the n-gram table: leave it on disk with --ple-io direct"
             )
-        if experts:
+        if experts and place == Place.HOST:
+            parts.append(f"{experts / MIB:.0f} MiB are experts beside the device's")
+        elif experts:
             parts.append(f"{experts / MIB:.0f} MiB are experts: lower --expert-cache")
         raise PlanRefused(
             f"the plan needs {needed / MIB:.0f} MiB of {where} but {available_bytes / MIB:.0f} MiB are "

@@ -14,7 +14,6 @@ from typer.core import TyperGroup
 
 from gateway.config import (
     DTYPES,
-    KERNELS,
     KV_TYPES,
     LOG_FORMATS,
     LOG_LEVELS,
@@ -39,7 +38,7 @@ from gateway.config import (
 from gateway.errors import ConfigError
 from gateway.model_commands import add_model_commands
 from scheduler.command_line import exit_status
-from scheduler.config import CacheConfig
+from scheduler.config import KERNELS, CacheConfig
 from scheduler.messages import MAX_SLOTS, MAX_SPEC
 
 if TYPE_CHECKING:

@@ -15,7 +15,13 @@ from urllib.parse import urlsplit
 
 from gateway.errors import ConfigError, shorten
 from gateway.limits import MAX_RATE, KeyLimits
-from scheduler.config import DEFAULT_MODEL, CacheConfig, EngineConfig, ModelParts, SchedulerConfig
+from scheduler.config import (
+    DEFAULT_MODEL,
+    CacheConfig,
+    EngineConfig,
+    ModelParts,
+    SchedulerConfig,
+)
 from scheduler.messages import MAX_SLOTS, MAX_SPEC
 
 if TYPE_CHECKING:
@@ -36,7 +42,6 @@ LOG_FORMATS = ("text", "json")
 RESUMES = {"auto": None, "exact": False, "fast": True}
 """Whether decoded state is resumed; None leaves it to what the engine says of itself."""
 DTYPES = ("auto", "float32", "bfloat16")
-KERNELS = ("auto", "compiled", "portable", "torch")
 KV_TYPES = ("auto", "fp32", "bf16", "int8")
 _KEY_NAME_LIMIT = 64
 

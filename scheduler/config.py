@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cache.config import CacheConfig
-from engine.config import DEFAULT_MODEL, EngineConfig, ModelParts, model_path
+from engine.config import DEFAULT_MODEL, KERNELS, EngineConfig, ModelParts, model_path
 from engine.fake import FakeScript
 
 __all__ = [
     "DEFAULT_MODEL",
+    "KERNELS",
     "CacheConfig",
     "EngineConfig",
     "FakeScript",

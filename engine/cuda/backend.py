@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import triton
 from torch import Tensor
 
+from engine.cuda.language import triton
 from engine.cuda.pick_rows import can_pick
 from engine.cuda.prefill import Prefill, chunk_bytes
 from engine.cuda.sizes import BUFFERS, NamesOnly, table_bytes, tensor_bytes, weight_parts
@@ -25,7 +25,7 @@ from engine.state import SlotState
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from engine.cuda.weights import CudaModel, TensorSource
+    from engine.cuda.weights import CudaModel
     from engine.interface import DecodeStep
     from engine.model_spec import ModelSpec
     from engine.sampling import PickRow, Picks
@@ -160,16 +160,17 @@ class CudaBackend:
 
 
 def planned_cuda_lines(
-    source: TensorSource, spec: ModelSpec, limits: Limits, ple_io: str = "ram"
+    spec: ModelSpec, limits: Limits, ple_io: str = "ram"
 ) -> tuple[PlanLine, ...]:
-    """What a backend with all experts on the device will take beside the slots' state, by part. Loads nothing.
+    """What a backend with all experts on the device will take beside the slots' state, by part. Needs no device.
 
     Built as it will be, of tensors without memory.
     """
     nowhere = torch.device("meta")
-    names = NamesOnly(source)
     with_draft = limits.max_draft > 0
-    loader = CudaLoader(names, spec, device=nowhere, max_context=limits.max_context, ple_io=ple_io)
+    loader = CudaLoader(
+        NamesOnly(), spec, device=nowhere, max_context=limits.max_context, ple_io=ple_io
+    )
     model = loader.load(with_draft=with_draft)
     loader.open_experts()
     model = loader.load_experts(model)

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import triton
 
 from engine.config import EngineConfig
 from engine.cuda.backend import CudaTrunk
 from engine.cuda.gdn import gdn_window
+from engine.cuda.language import triton
 from engine.cuda.layout import MAX_ROWS
 from engine.cuda.moe import ExpertTiling, multiply_experts, route
 from engine.cuda.prefill import Prefill

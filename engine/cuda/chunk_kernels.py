@@ -14,10 +14,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from engine.cuda.language import tl, triton
 from engine.cuda.moe import expert_at, multiply4
 from engine.cuda.primitives import LAUNCH, mma, sigmoid, wait
 from engine.cuda.qsa import cells_of, load_cells, select_blocks

@@ -16,10 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from engine.cuda.language import tl, triton
 from engine.cuda.primitives import INTERPRETED, LAUNCH, wait
 from engine.cuda.quant import GROUP
 

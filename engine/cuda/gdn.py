@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from engine.cuda.language import tl, triton
 from engine.cuda.primitives import LAUNCH, sigmoid, wait
 
 GATE_ROWS = 64

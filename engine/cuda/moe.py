@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from engine.cuda.digits import (
@@ -31,6 +29,7 @@ from engine.cuda.digits import (
     split_rows,
     to_digits,
 )
+from engine.cuda.language import tl, triton
 from engine.cuda.primitives import LAUNCH, mma, row_tile, sigmoid, two_parts, unpack, wait
 from engine.cuda.products import ProductScratch, product
 from engine.cuda.quant import GROUP, QUARTER, TILE, Packed4

@@ -7,10 +7,9 @@
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from engine.cuda.language import tl, triton
 from engine.cuda.primitives import LAUNCH, wait
 
 

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from engine.cuda.language import tl, triton
 from engine.cuda.primitives import LAUNCH, wait
 from engine.sampling import row_key
 

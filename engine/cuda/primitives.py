@@ -13,8 +13,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-import triton
-import triton.language as tl
+from engine.cuda.language import tl, triton
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Kernels run as numpy on the CPU: slow, for checking their arithmetic without a GPU."""

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from engine.cuda.language import tl, triton
 from engine.cuda.primitives import LAUNCH, mma, quantized, sigmoid, wait
 from engine.state import RING_ROWS
 

@@ -13,10 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from engine.cuda.language import tl, triton
 from engine.cuda.primitives import LAUNCH, mma, row_tile, sigmoid, two_parts, wait
 
 _DOWN_TILE = 32

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import torch
 import typer
 
-from engine.config import DEFAULT_MODEL, EngineConfig, ModelParts
+from engine.config import DEFAULT_MODEL, KERNELS, EngineConfig, ModelParts
 from engine.instruments import Allocations, StageTimer, count_allocations
 from engine.interface import MAX_SLOTS, MAX_SPEC
 from engine.layers.gdn import GdnLayer
@@ -86,9 +86,7 @@ def floor(
     dtype: Annotated[
         str, word_option("--dtype", "Of weights.", ("auto", "float32", "bfloat16"))
     ] = "auto",
-    kernels: Annotated[
-        str, word_option("--kernels", "Which layers.", ("auto", "compiled", "portable", "torch"))
-    ] = "auto",
+    kernels: Annotated[str, word_option("--kernels", "Which layers.", KERNELS)] = "auto",
     threads: Annotated[int | None, number_option("--threads", "CPU threads.", 1, 1024)] = None,
 ) -> None:
     """Time the layers and the head of a window, without drafting, picking or scheduling."""

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import torch
 import typer
 
-from engine.config import DEFAULT_MODEL, EngineConfig, ModelParts, model_path
+from engine.config import DEFAULT_MODEL, KERNELS, EngineConfig, ModelParts, model_path
+from engine.cuda.support import why_unsupported_choice
 from engine.errors import PlanRefused, WeightMismatch
 from engine.interface import MAX_SLOTS, MAX_SPEC
 from engine.kernels import why_not_compiled
@@ -48,7 +49,6 @@ from engine.tools.options import (
     word_option,
 )
 from engine.tools.tables import table
-from engine.weights import Checkpoint
 
 if TYPE_CHECKING:
     from engine.model_spec import ModelSpec
@@ -79,6 +79,7 @@ def plan(
     dtype: Annotated[
         str, word_option("--dtype", "Of weights.", ("auto", "float32", "bfloat16"))
     ] = "auto",
+    kernels: Annotated[str, word_option("--kernels", "Which layers run.", KERNELS)] = "auto",
     kv: Annotated[
         str, word_option("--kv", "Of keys and values.", ("auto", "fp32", "bf16", "int8"))
     ] = "auto",
@@ -116,6 +117,7 @@ def plan(
         parts=parts,
         device=device,
         dtype=dtype,
+        kernels=kernels,
         kv=kv,
         num_slots=batch,
         max_context=max_context,
@@ -126,52 +128,55 @@ def plan(
         vram_reserve_mib=vram_reserve_mib,
         ple_io=ple_io or "ram",
     )
-    other_gpu = machine.has_gpu and vram_mib is not None
+    is_here = vram_mib is None
     try:
-        found = _planned(config, spec, machine, other_gpu=other_gpu)
+        found = _planned(config, spec, machine, is_here=is_here)
     except PlanRefused:
         if ple_io is not None or not ssd or spec.ple is None:
             raise
-        found = _planned(replace(config, ple_io="direct"), spec, machine, other_gpu=other_gpu)
+        found = _planned(replace(config, ple_io="direct"), spec, machine, is_here=is_here)
     typer.echo(report(found, machine, conversation_cache_mib))
 
 
 def _planned(
-    config: EngineConfig, spec: ModelSpec, machine: Machine, *, other_gpu: bool
+    config: EngineConfig, spec: ModelSpec, machine: Machine, *, is_here: bool
 ) -> StartPlan:
-    """other_gpu: a GPU that is described by options, and planned for the torch layers."""
+    """is_here: the GPU is this machine's, so that what it can run is known; any other is taken to run the kernels."""
     lines = None
     if not machine.has_gpu:
-        lines = _step_lines(config, spec, torch.device("cpu"))
-    elif not other_gpu:
-        lines = _step_lines(config, spec, device_of(config.device))
+        lines = _cpu_lines(config, spec)
+    elif _runs_kernels(config, spec, is_here=is_here):
+        # Only here: half a second of imports that other plans do not need.
+        from engine.cuda.backend import planned_cuda_lines
+
+        lines = planned_cuda_lines(spec, limits_of(config, spec, has_gpu=True), config.ple_io)
     dtype = dtype_of(config.dtype, has_gpu=machine.has_gpu)
     if lines is not None:
         dtype = torch.bfloat16 if machine.has_gpu else torch.float32
     return plan_start(config, spec, machine, dtype, step_lines=lines)
 
 
-def _step_lines(
-    config: EngineConfig, spec: ModelSpec, device: torch.device
-) -> tuple[PlanLine, ...] | None:
-    """What the compiled step of this machine's device takes; None where the torch layers would run."""
-    if why_not_compiled(config, spec, device) is not None:
+def _runs_kernels(config: EngineConfig, spec: ModelSpec, *, is_here: bool) -> bool:
+    if is_here:
+        return why_not_compiled(config, spec, device_of(config.device)) is None
+    return config.kernels != "torch" and why_unsupported_choice(config) is None
+
+
+def _cpu_lines(config: EngineConfig, spec: ModelSpec) -> tuple[PlanLine, ...] | None:
+    """What the compiled step takes; None where the torch layers would run."""
+    if why_not_compiled(config, spec, torch.device("cpu")) is not None:
         return None
     try:
         source = open_source(model_path(config.model), spec, config.parts)
-    except WeightMismatch:  # a configuration without weights: planned as the torch layers hold them
+    except (
+        WeightMismatch
+    ):  # a configuration without weights: how these are stored decides what the step holds
         return None
     with closing(source):
-        limits = limits_of(config, spec, has_gpu=device.type == "cuda")
-        if device.type != "cuda":
-            threads = default_threads(compiled=True)
-            return planned_lines(
-                source, spec, limits, threads, config.ple_io, tiles=uses_tiles(config)
-            )
-        # Only here: Triton is there beside a CUDA build of torch alone.
-        from engine.cuda.backend import planned_cuda_lines
-
-        return planned_cuda_lines(Checkpoint(source), spec, limits, config.ple_io)
+        limits = limits_of(config, spec, has_gpu=False)
+        threads = default_threads(compiled=True)
+        tiles = uses_tiles(config)
+        return planned_lines(source, spec, limits, threads, config.ple_io, tiles=tiles)
 
 
 def report(plan: StartPlan, machine: Machine, parking_mib: int) -> str:
@@ -196,6 +201,7 @@ def report(plan: StartPlan, machine: Machine, parking_mib: int) -> str:
         f"{spec.name}: {limits.num_slots} slots x {limits.max_context} tokens, prompts in chunks of "
         f"{limits.chunk_tokens}, weights in {str(plan.dtype).removeprefix('torch.')}, "
         f"K/V in {str(plan.kv_dtype).removeprefix('torch.')}, drafts {'on' if plan.with_draft else 'off'}",
+        _layers(plan, machine),
         *plan.cache.lines,
         _experts(plan),
     ]
@@ -207,10 +213,20 @@ def report(plan: StartPlan, machine: Machine, parking_mib: int) -> str:
     return "\n\n".join((parts, marks, "\n".join(facts), "\n".join(_left(plan, machine))))
 
 
+def _layers(plan: StartPlan, machine: Machine) -> str:
+    if plan.step_lines is None:
+        return "layers: torch"
+    if machine.has_gpu:
+        return "layers: Triton kernels, which need compute capability 9.0; --kernels torch plans without them"
+    return "layers: compiled step"
+
+
 def _experts(plan: StartPlan) -> str:
     split, total = plan.experts, num_pairs(plan.spec)
     if any(line.name == EXPERTS_4_BITS for line in plan.memory.lines):
         return f"experts: all {total} on the device, in 4 bits"
+    if plan.step_lines is not None and not split.is_tiered:
+        return f"experts: all {total} in memory"
     if not split.is_tiered:
         dense = experts_are_dense(plan.spec, plan.dtype.itemsize)
         how = ", computed all together" if dense else ", each in a slot"

@@ -34,7 +34,8 @@ def bytes_of(name: str, text: str) -> int:
     return int(found[1].replace(",", ""))
 
 
-BIG = ("--vram-mib", "80000", "--ram-mib", "300000", "--batch", "1", "--kv", "bf16")
+GPU = ("--vram-mib", "80000", "--ram-mib", "300000", "--batch", "1", "--kv", "bf16")
+BIG = (*GPU, "--kernels", "torch")
 
 
 def test_the_large_model_is_planned_from_its_configuration(real: str) -> None:
@@ -49,6 +50,25 @@ def test_the_large_model_is_planned_from_its_configuration(real: str) -> None:
     assert bytes_of("experts, tier two", text) == 24_576 * 4_915_200 * 2
     assert "experts: 100 of 24576 have a slot, 2 to 3 a layer; 24576 lie in host memory" in text
     assert "ple table: stays on the disk" in text  # 102 GB do not fit beside 242 GB of experts
+
+
+def test_a_gpu_that_is_not_here_is_planned_with_its_kernels(real: str) -> None:
+    text = planned(real, *GPU, "--batch", "4", "--max-context", "33000")
+    # 4 bits and a scale of two bytes for 128 of them, for 12 x 4096 experts of 3 x 640 x 2560 weights in 48 layers.
+    assert bytes_of("experts, 4 bits", text) == 24_576 * 4_915_200 * 33 // 64
+    assert bytes_of("head", text) == 635_699_200 * 2
+    assert bytes_of("library workspace", text) == 32 << 20
+    assert "layers: Triton kernels" in text
+    assert "experts: all 24576 on the device, in 4 bits" in text
+    small = planned(real, *GPU, "--vram-mib", "24000", "--ple-io", "direct")
+    assert re.search(
+        r"experts: \d+ of 24576 have a slot, .* lie in host memory, all in 4 bits", small
+    )
+    assert "ple table" not in small.split("\n\n")[0]
+    assert "layers: torch" in planned(real, *BIG, "--ssd")
+    assert "layers: torch" in planned(
+        real, *GPU, "--ram-mib", "600000", "--ssd", "--dtype", "float32", "--kv", "auto"
+    )
 
 
 def test_auto_prints_how_the_slots_came_about(real: str) -> None:
@@ -66,17 +86,22 @@ def test_auto_prints_how_the_slots_came_about(real: str) -> None:
 
 
 def test_what_does_not_fit_is_refused_with_both_numbers(real: str) -> None:
-    with pytest.raises(PlanRefused, match=r"needs \d+ MiB of RAM but 100000 MiB are available"):
-        planned(real, "--vram-mib", "80000", "--ram-mib", "100000", "--batch", "1")
+    # Slots on the device do not spare the host its copy; fewer of them would not either.
+    with pytest.raises(
+        PlanRefused, match=r"needs \d+ MiB of RAM but 100000 MiB .* experts beside the device's"
+    ):
+        planned(real, *BIG, "--ram-mib", "100000")
     with pytest.raises(PlanRefused, match=r"one slot needs .* MiB are free: .* --max-context"):
-        planned(real, "--vram-mib", "8000", "--ram-mib", "400000", "--ssd")
+        planned(real, *BIG, "--vram-mib", "8000", "--ram-mib", "400000", "--batch", "4", "--ssd")
     with pytest.raises(PlanRefused, match=r"--expert-cache 9000: .* give at most \d+, or auto"):
         planned(real, *BIG, "--ssd", "--expert-cache", "9000")
 
 
 def test_the_shipped_model_fits_in_a_little_memory_and_not_in_less() -> None:
     text = planned("default", "--ram-mib", "400", "--dtype", "float32")
-    assert "experts: all 256 on the device, computed all together" in text
+    assert "experts: all 256 in memory" in text
+    torch_layers = planned("default", "--ram-mib", "500", "--kernels", "torch")
+    assert "experts: all 256 on the device, computed all together" in torch_layers
     assert bytes_of("ple table", text) > 0
     assert "ple table" not in planned("--ram-mib", "400", "--ple-io", "direct").split("\n\n")[0]
     with pytest.raises(PlanRefused, match=r"needs \d+ MiB of RAM but 100 MiB .*sessions"):
