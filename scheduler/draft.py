@@ -20,7 +20,8 @@ _LONGEST_TIMES_EXPECTED = 2.0
 """A time counts as at most so many times the expected one: other load on the machine says nothing about a row."""
 _SHORTEST_S = 1e-12
 EXPLORE_EVERY = 16
-"""Each so many steps a slot drafts as deep as it may, so that a depth once given up is measured again."""
+"""Each so many windows all slots draft as deep as they may, so that a depth once given up is measured again: at once,
+since a step of the draft layer for one chain costs most of what it costs for every slot's."""
 
 Depths = tuple[float, ...]
 """One number per chain depth, 1 to MAX_SPEC."""
@@ -145,14 +146,25 @@ class WindowCosts(Struct, frozen=True, kw_only=True):
     """By rows."""
     draft: CostLine = CostLine(prior_share=1.0)
     """By steps of the draft layer; the base is its reading of the accepted tokens, which drafts do not add to."""
+    rest: CostLine = CostLine(prior_share=0.0)
+    """What a window takes beside the engine's work, of any amount: the way there and back, and whoever runs meanwhile.
+
+    The more of it, the more a draft is worth that saves a window."""
 
     def observe(
-        self, *, num_rows: int, num_draft_steps: int, uses_drafts: bool, times: WindowTimes
+        self,
+        *,
+        num_rows: int,
+        num_draft_steps: int,
+        uses_drafts: bool,
+        times: WindowTimes,
+        rest_s: float | None = None,
     ) -> WindowCosts:
-        """Costs after one more window with decode steps; uses_drafts: the draft layer ran at all."""
+        """Costs after one more window with decode steps; uses_drafts: the draft layer ran at all; rest_s: if known."""
         verify = self.verify.observe(num_rows, times.verify_s)
         draft = self.draft.observe(num_draft_steps, times.draft_s) if uses_drafts else self.draft
-        return WindowCosts(verify=verify, draft=draft)
+        rest = self.rest if rest_s is None else self.rest.observe(0, max(rest_s, _SHORTEST_S))
+        return WindowCosts(verify=verify, draft=draft, rest=rest)
 
 
 class DraftBid(Struct, frozen=True, kw_only=True):
@@ -180,7 +192,7 @@ def choose_depths(bids: tuple[DraftBid, ...], costs: WindowCosts) -> tuple[int, 
         return caps
     verify_base_s, row_s = costs.verify.fit()
     seconds, step_s = costs.draft.fit()
-    seconds += verify_base_s + row_s * len(bids)
+    seconds += costs.rest.base_s + verify_base_s + row_s * len(bids)
     rows = _rows(bids)
     best, best_rate = [0] * len(bids), len(bids) / max(seconds, _SHORTEST_S)
     for longest in range(1, max(caps) + 1):

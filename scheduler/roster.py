@@ -173,7 +173,7 @@ class Roster:
         if not plan.chunks and not plan.decodes and not plan.starts:
             return
         self._counters.count_window(plan, result, seconds)
-        self._pace = measured(self._table, self._pace, plan, result)
+        self._pace = measured(self._table, self._pace, plan, result, seconds)
         for start in plan.starts:
             self._parking.started(self._table[start.slot])
         seated, num_free = tuple(self._table), self._table.num_free

@@ -54,6 +54,13 @@ class Pace:
     costs: WindowCosts = field(default_factory=WindowCosts)
     everyone: Acceptance = field(default_factory=Acceptance)
     """How drafts of all sequences went."""
+    num_windows: int = 0
+    """With decode steps."""
+
+    @property
+    def explores(self) -> bool:
+        """Whether the next window drafts as deep as it may."""
+        return self.num_windows % EXPLORE_EVERY == 0
 
 
 SequenceEvent = tuple[SequenceState, TokenEvent]
@@ -122,7 +129,7 @@ def _next_chunk(slot: Slot, rules: WindowRules) -> PrefillChunk:
 def _plan_decodes(decoding: tuple[Slot, ...], pace: Pace) -> tuple[DecodeStep, ...]:
     bids = tuple(
         [
-            _draft_bid(slot.sequence, pace.everyone) if slot.sequence.max_draft else NO_DRAFTS
+            _draft_bid(slot.sequence, pace) if slot.sequence.max_draft else NO_DRAFTS
             for slot in decoding
         ]
     )
@@ -135,12 +142,12 @@ def _plan_decodes(decoding: tuple[Slot, ...], pace: Pace) -> tuple[DecodeStep, .
     )
 
 
-def _draft_bid(sequence: SequenceState, everyone: Acceptance) -> DraftBid:
+def _draft_bid(sequence: SequenceState, pace: Pace) -> DraftBid:
     return DraftBid(
         cap=sequence.draft_cap,
-        survival=sequence.acceptance.survival(everyone),
-        reach=sequence.acceptance.reach(everyone),
-        explore=sequence.num_steps % EXPLORE_EVERY == 0,
+        survival=sequence.acceptance.survival(pace.everyone),
+        reach=sequence.acceptance.reach(pace.everyone),
+        explore=pace.explores,
     )
 
 
@@ -251,8 +258,10 @@ def _finished(sequence: SequenceState, reason: FinishReason) -> Finished:
     return Finished(reason=reason, stop_token_id=stop_id, usage=sequence.usage())
 
 
-def measured(table: SlotTable, pace: Pace, plan: WindowPlan, result: WindowResult) -> Pace:
-    """The pace after one more window, whose result is not applied yet."""
+def measured(
+    table: SlotTable, pace: Pace, plan: WindowPlan, result: WindowResult, seconds: float
+) -> Pace:
+    """The pace after one more window, whose result is not applied yet; seconds: from plan to result."""
     share = pace.share.after(result.times, has_decodes=bool(plan.decodes))
     steps = {step.slot: step for step in plan.decodes}
     everyone, num_rows, num_draft_steps = pace.everyone, 0, 0
@@ -265,12 +274,21 @@ def measured(table: SlotTable, pace: Pace, plan: WindowPlan, result: WindowResul
             num_draft_steps = max(num_draft_steps, min(step.max_draft, tokens.num_drafted + 1))
             everyone = _observed(everyone, step, tokens)
     if num_rows == 0:
-        return Pace(share=share, costs=pace.costs, everyone=pace.everyone)
+        return replace(pace, share=share)
     drafting = [slot for slot in table if slot.sequence.max_draft > 0]
     costs = pace.costs.observe(
         num_rows=num_rows,
         num_draft_steps=num_draft_steps,
         uses_drafts=any([slot.index in steps for slot in drafting]),  # noqa: C419
         times=result.times,
+        rest_s=_rest_s(result, seconds),
     )
-    return Pace(share=share, costs=costs, everyone=everyone)
+    return Pace(share=share, costs=costs, everyone=everyone, num_windows=pace.num_windows + 1)
+
+
+def _rest_s(result: WindowResult, seconds: float) -> float | None:
+    """What a window took beside the engine's work; None while another is under way, with which its times are mixed."""
+    times = result.times
+    if result.in_flight:
+        return None
+    return seconds - times.prefill_s - times.draft_s - times.verify_s

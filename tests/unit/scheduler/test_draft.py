@@ -103,6 +103,14 @@ def test_what_the_draft_layer_costs_anyway_does_not_count() -> None:
     assert choose_depths((bid(0.9),), costs(base_s=0.01, row_s=0.0, draft_base_s=0.1)) == (4,)
 
 
+def test_what_every_window_costs_besides_makes_chains_longer() -> None:
+    alone = costs(base_s=0.001, row_s=0.001)
+    assert choose_depths((bid(0.6),), alone) == (1,)
+    times = WindowTimes(prefill_s=0.0, draft_s=0.0, verify_s=0.003)
+    far = alone.observe(num_rows=3, num_draft_steps=0, uses_drafts=True, times=times, rest_s=0.01)
+    assert choose_depths((bid(0.6),), far)[0] > 1
+
+
 def test_windows_without_the_draft_layer_say_nothing_about_it() -> None:
     times = WindowTimes(prefill_s=0.0, draft_s=1e-6, verify_s=0.01)
     measured = WindowCosts().observe(num_rows=1, num_draft_steps=0, uses_drafts=False, times=times)

@@ -151,11 +151,43 @@ def test_a_hopeless_slot_stops_drafting_but_looks_again() -> None:
         depths.append(depth)
         times = WindowTimes(prefill_s=0.0, draft_s=depth * 0.002, verify_s=0.01 + 0.002 * depth)
         answer = replace(result(tokens(0, 7, num_drafted=depth)), times=times)
-        pace = measured(table, pace, plan, answer)
+        pace = measured(table, pace, plan, answer, 0.01)
         apply_result(table, plan, answer)
     assert depths[0] == 4
     assert sum(depths[100:]) <= 4 * (100 // EXPLORE_EVERY + 1)
     assert 4 in depths[100:]
+
+
+def test_slots_explore_in_the_same_window() -> None:
+    """However long each has been seated: what one chain costs the draft layer, four nearly share."""
+    table = table_of(decoding(max_tokens=1000))
+    read_all(table)
+    pace, explored = PACE, list[tuple[int, ...]]()
+    for window in range(2 * EXPLORE_EVERY):
+        if window == 5:
+            table.seat(decoding(max_tokens=1000))
+            read_all(table)
+        plan = planned(table, pace)
+        depths = tuple(step.max_draft for step in plan.decodes)
+        if pace.explores:
+            explored.append(depths)
+        times = WindowTimes(prefill_s=0.0, draft_s=0.01, verify_s=0.01)
+        answer = replace(result(*(tokens(step.slot, 7) for step in plan.decodes)), times=times)
+        pace = measured(table, pace, plan, answer, 0.02)
+        apply_result(table, plan, answer)
+    assert explored == [(4,), (4, 4)]
+
+
+def test_what_a_window_takes_beside_the_engine_is_measured() -> None:
+    table = table_of(decoding(max_tokens=1000))
+    read_all(table)
+    plan = planned(table)
+    times = WindowTimes(prefill_s=0.001, draft_s=0.002, verify_s=0.003)
+    answer = replace(result(tokens(0, 7)), times=times)
+    after = measured(table, PACE, plan, answer, 0.010)
+    assert after.costs.rest.base_s == pytest.approx(0.004)
+    flying = replace(answer, in_flight=(3,))
+    assert not measured(table, PACE, plan, flying, 0.010).costs.rest.is_measured
 
 
 def test_the_cap_ends_a_sequence_and_frees_its_seat() -> None:
