@@ -7,11 +7,13 @@ import time
 from typing import TYPE_CHECKING, TypeVar
 
 import anyio
+import anyio.to_thread
 from starlette.requests import ClientDisconnect
 
 from gateway.content_tokens import ContentSpans
 from gateway.errors import InvalidRequest, ModelNotFound, UnsupportedMediaType
 from gateway.generation import Choice, Generation
+from gateway.json_input import SHORT_BYTES
 from gateway.metrics import Meter
 from gateway.middleware import ALLOWANCE, OWNER, REQUEST_ID
 from gateway.output_parser import OutputParser
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 DEFAULT_ALIAS = "default"
 """A name that every server answers to."""
 
+_MAX_PARSERS = 2
+"""Threads that read long bodies."""
 _Result = TypeVar("_Result")
 
 
@@ -44,6 +48,7 @@ class Answering:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._writing = NextTurn()
+        self._parsing = anyio.CapacityLimiter(_MAX_PARSERS)
 
     async def metered(
         self,
@@ -58,6 +63,16 @@ class Answering:
         except BaseException as error:
             meter.failed(error)
             raise
+
+    async def parsed(self, request: Request, parse: Callable[[bytes], _Result]) -> _Result:
+        """What a body says. A long one is read in a thread. Raises UnsupportedMediaType and what `parse` raises.
+
+        Cancellation waits for a thread that has begun.
+        """
+        body = await _json_body(request)
+        if len(body) <= SHORT_BYTES:
+            return parse(body)
+        return await anyio.to_thread.run_sync(parse, body, limiter=self._parsing)
 
     def check_model(self, model: str) -> None:
         """Raises ModelNotFound."""
@@ -167,7 +182,7 @@ class Answering:
         meter.ended(generation.outcome)
 
 
-async def json_body(request: Request) -> bytes:
+async def _json_body(request: Request) -> bytes:
     """The body of a request that says it is JSON, not compressed. Raises UnsupportedMediaType."""
     content_type = request.headers.get("content-type", "")
     kind = content_type.partition(";")[0].strip().lower()

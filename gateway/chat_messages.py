@@ -19,6 +19,7 @@ from gateway.fields import (
     describe,
     refuse,
 )
+from gateway.json_input import CrowdedJson, load_json
 
 _THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
 TEXT_PARTS = ("text", "input_text", "output_text")
@@ -185,7 +186,9 @@ def parse_arguments(function: Fields) -> JsonObject:
         if not value.strip():
             return {}
         try:
-            value = orjson.loads(value)
+            value = load_json(value)
+        except CrowdedJson as error:
+            refuse(param, f"has {error}")
         except orjson.JSONDecodeError:
             refuse(param, "must be a JSON object written as a string")
     if value is None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from starlette.routing import Route
 
-from gateway.answering import DEFAULT_ALIAS, Answering, json_body
+from gateway.answering import DEFAULT_ALIAS, Answering
 from gateway.messages_reply import MessageWriter, ping
 from gateway.messages_wire import parse_count, parse_message
 from gateway.replies import LogprobWriter
@@ -50,14 +51,16 @@ class OtherApis:
 
     async def count_tokens(self, request: Request) -> Response:
         """POST /v1/messages/count_tokens"""
-        body = parse_count(await json_body(request))
+        body = await self._answering.parsed(request, parse_count)
         self._answering.check_model(body.model)
         prompt = await self._service.preparer.rendered(body)
         return json_response({"input_tokens": len(prompt.token_ids)})
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize"""
-        body = parse_tokenize(await json_body(request), DEFAULT_ALIAS)
+        body = await self._answering.parsed(
+            request, partial(parse_tokenize, default_model=DEFAULT_ALIAS)
+        )
         self._answering.check_model(body.model)
         preparer = self._service.preparer
         if isinstance(body.prompt, str):
@@ -71,12 +74,14 @@ class OtherApis:
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize"""
-        body = parse_detokenize(await json_body(request), DEFAULT_ALIAS)
+        body = await self._answering.parsed(
+            request, partial(parse_detokenize, default_model=DEFAULT_ALIAS)
+        )
         self._answering.check_model(body.model)
         return json_response({"prompt": await self._service.preparer.decoded(body.token_ids)})
 
     async def _messages(self, request: Request, meter: Meter) -> Response:
-        body = parse_message(await json_body(request))
+        body = await self._answering.parsed(request, parse_message)
         generation = await self._answering.start_chat(request, body, meter)
         writer = MessageWriter(self._service.model, generation)
         if body.delivery.stream:
@@ -85,7 +90,7 @@ class OtherApis:
         return json_response(writer.whole())
 
     async def _responses(self, request: Request, meter: Meter) -> Response:
-        body = parse_response(await json_body(request))
+        body = await self._answering.parsed(request, parse_response)
         generation = await self._answering.start_chat(request, body.chat, meter)
         logprobs = self._logprobs if body.chat.options.top_logprobs is not None else None
         writer = ResponseWriter(self._service.model, body.echo, generation, logprobs)

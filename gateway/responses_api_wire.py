@@ -6,7 +6,7 @@ kept between requests: a conversation is what `input` has.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from gateway.chat_messages import parse_arguments
@@ -138,45 +138,54 @@ def _messages(fields: Fields) -> list[object]:
         refuse("input", "is required")
     if isinstance(value, str):
         messages.add("user", value)
-        return messages.items
+        return messages.all()
     items = as_array("input", value)
     if not items:
         refuse("input", "must not be empty")
     for index, item in enumerate(items):
         _add_item(messages, as_object(f"input[{index}]", item))
-    return messages.items
+    return messages.all()
 
 
 class _Messages:
     """The chat's messages; thoughts, texts and calls of the assistant that follow each other become one."""
 
     def __init__(self) -> None:
-        self.items: list[object] = []
-        self._assistant: JsonObject | None = None
-        self._calls: list[JsonObject] = []
-        """Of the assistant's message that is open."""
+        self._items: list[object] = []
+        self._turn: _AssistantTurn | None = None
+        """The assistant's message that is open."""
 
     def add(self, role: str, content: str, **more: object) -> None:
-        self._assistant = None
-        self.items.append({"role": role, "content": content, **more})
+        self._close()
+        self._items.append({"role": role, "content": content, **more})
 
-    def add_thought(self, text: str) -> None:
-        message = self._open()
-        message["reasoning_content"] = f"{message.get('reasoning_content') or ''}{text}"
+    def assistant(self) -> _AssistantTurn:
+        self._turn = self._turn or _AssistantTurn()
+        return self._turn
 
-    def add_text(self, text: str) -> None:
-        message = self._open()
-        message["content"] = f"{message['content']}{text}"
+    def all(self) -> list[object]:
+        self._close()
+        return self._items
 
-    def add_call(self, call: JsonObject) -> None:
-        self._open()["tool_calls"] = self._calls
-        self._calls.append(call)
+    def _close(self) -> None:
+        if self._turn is not None:
+            self._items.append(self._turn.message())
+        self._turn = None
 
-    def _open(self) -> JsonObject:
-        if self._assistant is None:
-            self._assistant, self._calls = {"role": "assistant", "content": ""}, []
-            self.items.append(self._assistant)
-        return self._assistant
+
+@dataclass(slots=True)
+class _AssistantTurn:
+    thoughts: list[str] = field(default_factory=list[str])
+    texts: list[str] = field(default_factory=list[str])
+    calls: list[JsonObject] = field(default_factory=list["JsonObject"])
+
+    def message(self) -> JsonObject:
+        message: JsonObject = {"role": "assistant", "content": "".join(self.texts)}
+        if self.thoughts:
+            message["reasoning_content"] = "".join(self.thoughts)
+        if self.calls:
+            message["tool_calls"] = self.calls
+        return message
 
 
 def _add_item(messages: _Messages, item: Fields) -> None:
@@ -188,17 +197,18 @@ def _add_item(messages: _Messages, item: Fields) -> None:
                 refuse(item.param("role"), "is required")
             text = _text(item, "content")
             if role == "assistant":
-                messages.add_text(text)
+                messages.assistant().texts.append(text)
             else:
                 messages.add(role, text)
         case "reasoning":
-            messages.add_thought(_thought(item))
+            messages.assistant().thoughts.append(_thought(item))
         case "function_call":
             name = _required(item, "name")
             if not name:
                 refuse(item.param("name"), "must not be empty")
             function: JsonObject = {"name": name, "arguments": parse_arguments(item)}
-            messages.add_call({"id": _required(item, "call_id"), "function": function})
+            call: JsonObject = {"id": _required(item, "call_id"), "function": function}
+            messages.assistant().calls.append(call)
         case "function_call_output":
             messages.add("tool", _text(item, "output"), tool_call_id=_required(item, "call_id"))
         case _:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.answering import Answering, json_body
+from gateway.answering import Answering
 from gateway.errors import reply_for
 from gateway.metrics import CONTENT_TYPE
 from gateway.middleware import OWNER, REQUEST_ID
@@ -116,7 +116,7 @@ class Endpoints:
         return Response(self._service.metrics.render(), headers={"content-type": CONTENT_TYPE})
 
     async def _chat(self, request: Request, meter: Meter) -> Response:
-        body = parse_chat(await json_body(request))
+        body = await self._answering.parsed(request, parse_chat)
         generation = await self._answering.start_chat(request, body, meter)
         head = self._head("chatcmpl-")
         logprobs = self._logprobs if body.options.top_logprobs is not None else None
@@ -135,7 +135,7 @@ class Endpoints:
         )
 
     async def _completion(self, request: Request, meter: Meter) -> Response:
-        body = parse_completion(await json_body(request))
+        body = await self._answering.parsed(request, parse_completion)
         self._answering.check_model(body.model)
         prepared = await self._service.preparer.completion(
             body, request_id=request.scope[REQUEST_ID], owner=request.scope[OWNER]

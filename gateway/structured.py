@@ -17,6 +17,7 @@ import orjson
 
 from gateway.errors import InvalidRequest
 from gateway.fields import as_object, check_depth, describe, refuse
+from gateway.json_input import CrowdedJson, load_json
 from gateway.output_parser import THINK_CLOSE
 from gateway.tools import CALL_CLOSE, CALL_OPEN
 from scheduler.grammar import GrammarCompiler, GrammarError, json_rule, regex_rule
@@ -186,7 +187,9 @@ def _structured_outputs(fields: Fields) -> Structure | None:
 def _schema_or_text(param: str, value: object) -> JsonObject:
     if isinstance(value, str):
         try:
-            value = cast("object", orjson.loads(value))
+            value = load_json(value)
+        except CrowdedJson as error:
+            refuse(param, f"has {error}")
         except orjson.JSONDecodeError as error:
             refuse(param, f"is not valid JSON: {error.msg}")
     return as_object(param, value).values

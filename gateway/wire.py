@@ -25,6 +25,7 @@ from gateway.fields import (
     describe,
     refuse,
 )
+from gateway.json_input import CrowdedJson, load_json
 from gateway.structured import Structure, ToolChoice, parse_structure, parse_tool_choice
 from gateway.tools import Tool
 from gateway.unsupported import OFF_IN_CHAT, OFF_IN_COMPLETION, refuse_unsupported
@@ -126,7 +127,9 @@ class CompletionRequest:
 def parse_body(body: bytes) -> Fields:
     """JSON bytes to an object."""
     try:
-        value = orjson.loads(body)
+        value = load_json(body)
+    except CrowdedJson as error:
+        raise InvalidRequest(f"the body has {error}", param=None) from None
     except orjson.JSONDecodeError as error:
         # The decoder's message has a position and never the text.
         raise InvalidRequest(f"the body is not valid JSON: {error.msg}", param=None) from None
@@ -367,9 +370,10 @@ def _check_thinking(kwargs: JsonObject) -> None:
 
 
 def _tools(fields: Fields) -> tuple[Tool, ...]:
+    found = len(fields.array("tools") or ())
+    if found > MAX_TOOLS:
+        refuse("tools", f"must have at most {MAX_TOOLS} functions; found {found}")
     tools = tuple(_tool(item) for item in fields.objects("tools"))
-    if len(tools) > MAX_TOOLS:
-        refuse("tools", f"must have at most {MAX_TOOLS} functions; found {len(tools)}")
     names = [tool.name for tool in tools]
     for index, name in enumerate(names):
         if name in names[:index]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
 
+from gateway.json_input import SHORT_BYTES, load_json
 from tests.conformance.live import MODEL, chat_body
 
 if TYPE_CHECKING:
@@ -457,3 +459,67 @@ async def test_the_server_is_healthy_after_all_of_it(live: Live) -> None:
     assert response.json()["usage"]["completion_tokens"] == 3
     assert (await live.client.get("/health")).status_code == 200
     await live.wait_idle()
+
+
+ARGUMENTS = "messages[1].tool_calls[0].function.arguments"
+CROWDED = b"[" + b"[]," * 100_000 + b"0]"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/responses",
+        "/tokenize",
+        "/detokenize",
+    ],
+)
+async def test_a_crowded_body_is_refused_and_never_read(
+    live: Live, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(_: object) -> object:
+        raise AssertionError("read")
+
+    monkeypatch.setattr("gateway.json_input.orjson.loads", read)
+    headers = {"content-type": "application/json"}
+    response = await live.client.post(path, content=b'{"x":' + CROWDED + b"}", headers=headers)
+    monkeypatch.undo()
+    assert response.status_code == 400
+    assert "more than 65536 arrays and objects" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        (call(function={"name": "f", "arguments": CROWDED.decode()}), ARGUMENTS),
+        (structured(json=CROWDED.decode()), "structured_outputs.json"),
+    ],
+)
+async def test_json_in_a_string_is_bounded_as_the_body_is(
+    live: Live, fields: dict[str, object], param: str
+) -> None:
+    response = await live.client.post("/v1/chat/completions", json=fields)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param)
+    assert "65536 arrays and objects" in error["message"]
+
+
+@pytest.mark.parametrize("num_bytes", [10, SHORT_BYTES + 1])
+async def test_a_long_body_is_read_beside_the_event_loop(
+    live: Live, num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def read(text: bytes | str) -> object:
+        threads.append(threading.current_thread())
+        return load_json(text)
+
+    monkeypatch.setattr("gateway.wire.load_json", read)
+    body = chat_body(max_tokens=1, metadata={"filler": "x" * num_bytes})
+    response = await live.client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200
+    (thread,) = threads
+    assert (thread is threading.current_thread()) == (num_bytes == 10)
