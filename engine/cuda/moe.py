@@ -515,6 +515,8 @@ class ExpertTiling:
 
     rows: int = 4
     """Rows of one expert multiplied at once: their two digits fill the narrowest product."""
+    far_rows: int = 16
+    """The same, at most, where experts lie in host memory: more rows than that read those over the bus again."""
     up_warps: int = 4
     up_stages: int = 3
     up_registers: int = 128
@@ -539,18 +541,25 @@ def multiply_split(
     """scratch.parts of the rows scratch.x from scratch.ids."""
     pairs = num_rows * spec.num_active
     hidden = scratch.parts.shape[-1]
-    up, down = weights.gate_up, weights.down
+    up, down, far = weights.gate_up, weights.down, weights.far
+    rows, up_cap, down_cap = (
+        cut.rows,
+        {"maxnreg": cut.up_registers},
+        {"maxnreg": cut.down_registers},
+    )
+    if far is not None and far.ids.shape[0]:
+        rows = min(cut.far_rows, max(cut.rows, triton.next_power_of_2(num_rows)))
+        up_cap = down_cap = {}
     shared = {
         "PM": row_tile(num_rows),
-        "BM": cut.rows,
+        "BM": rows,
         "ONE": num_rows == 1,
         "TILE": TILE,
-        "BY_ADDRESS": weights.far is not None,
+        "BY_ADDRESS": far is not None,
         "OVERLAP": LAUNCH.overlap,
         # What is rounded is written out.
         "enable_fp_fusion": False,
     }
-    far = weights.far
     _gate_up[(2 * down.num_groups, pairs)](
         scratch.x.digits,
         scratch.x.units,
@@ -570,7 +579,7 @@ def multiply_split(
         TILES=up.words.shape[1],
         BN=GROUP,
         **shared,
-        maxnreg=cut.up_registers,
+        **up_cap,
         **LAUNCH.options(cut.up_warps, cut.up_stages),
     )
     _down[(triton.cdiv(hidden, cut.down_rows), pairs)](
@@ -587,7 +596,7 @@ def multiply_split(
         TILES=down.words.shape[1],
         BN=cut.down_rows,
         **shared,
-        maxnreg=cut.down_registers,
+        **down_cap,
         **LAUNCH.options(cut.down_warps, cut.down_stages),
     )
 

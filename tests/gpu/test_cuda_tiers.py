@@ -233,7 +233,7 @@ def test_a_layer_gives_the_same_bits_wherever_its_experts_lie(
     # An expert's 128 and 128 lines are copied by two programs each.
     monkeypatch.setattr("engine.cuda.chunk_kernels._FETCH_LINES", 64)
     monkeypatch.setattr("engine.memory_plan.STAGED_BYTES", 2 * blob_bytes(Layer(None).spec))
-    for num_rows in (1, 5):
+    for num_rows in (1, 5, 20):
         wanted = Layer(None).window(num_rows)
         assert torch.isfinite(wanted).all()
         assert torch.equal(Layer(near).window(num_rows), wanted)
