@@ -10,15 +10,37 @@ typedef struct {
     Digits normed, mixed;
 } Context;
 
+#define TOGETHER 4 /* streams whose squares are summed at once: alone each would wait for its own last sum */
+
+/* As inverse_rms, of `count` streams of n values. */
+static void inverse_rms_of(float *out, const float *x, int count, int n, float eps) {
+    vf sum[TOGETHER];
+    for (int s = 0; s < TOGETHER; s++)
+        sum[s] = vset(0.0f);
+    for (int i = 0; i < n; i += LANES)
+#pragma GCC unroll 4
+        for (int s = 0; s < TOGETHER; s++) {
+            vf value = vload_n(x + (int64_t)(s < count ? s : 0) * n + i, n - i);
+            sum[s] = vfma(value, value, sum[s]);
+        }
+    for (int s = 0; s < count; s++)
+        out[s] = 1.0f / sqrtf(vsum(sum[s]) / (float)n + eps);
+}
+
 static void norm_row(void *context, int row, int thread) {
     (void)thread;
     const Context *c = context;
     const Geometry *g = &c->step->model->geometry;
     int64_t at = (int64_t)row * g->num_streams * g->hidden;
-    for (int s = 0; s < g->num_streams; s++) {
-        const float *x = c->streams + at + (int64_t)s * g->hidden;
-        scaled(c->step->scratch.normed + at + (int64_t)s * g->hidden, x, inverse_rms(x, g->hidden, g->norm_eps),
-               c->residual->norm + (int64_t)s * g->hidden, g->hidden);
+    for (int first = 0; first < g->num_streams; first += TOGETHER) {
+        int count = g->num_streams - first < TOGETHER ? g->num_streams - first : TOGETHER;
+        float factor[TOGETHER];
+        inverse_rms_of(factor, c->streams + at + (int64_t)first * g->hidden, count, g->hidden, g->norm_eps);
+        for (int s = 0; s < count; s++) {
+            int64_t stream = (int64_t)(first + s) * g->hidden;
+            scaled(c->step->scratch.normed + at + stream, c->streams + at + stream, factor[s], c->residual->norm + stream,
+                   g->hidden);
+        }
     }
     digits_write(c->normed, row, c->step->scratch.normed + at);
 }

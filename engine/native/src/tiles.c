@@ -12,6 +12,8 @@
 #define TILES __attribute__((target("amx-tile,amx-int8,avx512f,avx512bw,avx512vl")))
 #define TILES_INLINE static inline __attribute__((always_inline)) TILES
 
+#define LINE TILE_VALUES /* bytes of a tile's row */
+
 #define REQUEST_PERMISSION 0x1023 /* ARCH_REQ_XCOMP_PERM */
 #define TILE_DATA 18
 #define SAVED_STATES 0x600e6u /* of SSE, AVX, AVX-512 and tiles */
@@ -46,38 +48,62 @@ TILES_INLINE __mmask16 left_mask(int left) {
     return (__mmask16)(left >= 16 ? 0xffff : left > 0 ? (1u << left) - 1 : 0);
 }
 
+/* Four times 16 whole numbers -> lines of 64 first, second and third digits. */
+TILES_INLINE void split_digits(const __m512i *whole, int8_t *lines) {
+    /* Each byte of a whole number plus 128 in every place is a digit plus 128. */
+    const __m512i bias = _mm512_set1_epi32(0x808080);
+    /* In a lane: the first bytes of its four numbers, the second ones, ... */
+    const __m512i by_digit = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+    /* A line then has quads of k in the order 0, 4, 8, 12, 1, ...: lane after lane, number after number. */
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    __m512i quads[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        quads[i] = _mm512_xor_si512(_mm512_add_epi32(whole[i], bias), bias);
+        quads[i] = _mm512_shuffle_epi8(quads[i], by_digit);
+    }
+    __m512i low = _mm512_unpacklo_epi32(quads[0], quads[1]), high = _mm512_unpackhi_epi32(quads[0], quads[1]);
+    __m512i later_low = _mm512_unpacklo_epi32(quads[2], quads[3]), later_high = _mm512_unpackhi_epi32(quads[2], quads[3]);
+    __m512i first = _mm512_unpacklo_epi64(low, later_low), second = _mm512_unpackhi_epi64(low, later_low);
+    __m512i third = _mm512_unpacklo_epi64(high, later_high);
+    _mm512_store_si512(lines, _mm512_permutexvar_epi32(order, first));
+    _mm512_store_si512(lines + LINE, _mm512_permutexvar_epi32(order, second));
+    _mm512_store_si512(lines + 2 * LINE, _mm512_permutexvar_epi32(order, third));
+}
+
 TILES void digits_write(Digits to, int row, const float *x) {
     if (!to.groups)
         return;
-    const __m512i magnitude = _mm512_set1_epi32(0x7fffffff), half = _mm512_set1_epi32(128);
-    __m512i most = _mm512_setzero_si512();
-    for (int i = 0; i < to.k; i += 16)
-        most = _mm512_max_epu32(most, _mm512_and_si512(magnitude, _mm512_castps_si512(
-                                                                      _mm512_maskz_loadu_ps(left_mask(to.k - i), x + i))));
-    uint32_t bits = _mm512_reduce_max_epu32(most);
+    const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
+    __m512i most[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+    for (int i = 0; i < to.k; i += 32)
+#pragma GCC unroll 2
+        for (int v = 0; v < 2; v++) {
+            __m512 value = _mm512_maskz_loadu_ps(left_mask(to.k - i - 16 * v), x + i + 16 * v);
+            most[v] = _mm512_max_epu32(most[v], _mm512_and_si512(magnitude, _mm512_castps_si512(value)));
+        }
+    uint32_t bits = _mm512_reduce_max_epu32(_mm512_max_epu32(most[0], most[1]));
     float largest;
     memcpy(&largest, &bits, sizeof largest);
     largest = largest < SMALLEST ? SMALLEST : largest;
     float scale = largest * (1.0f / MOST), factor = 1.0f / scale;
+    int n = to.k;
     if (bits >= NOT_FINITE) {
+        /* A factor of 0 does not make a number of what is none: the values are left out. */
         scale = __builtin_nanf("");
-        factor = 0.0f;
+        n = 0;
     }
     *scale_at(to, row) = scale;
     int8_t *at = digits_at(to, row);
-    for (int block = 0; block < to.blocks; block++, at += TILE_ROWS * TILE_VALUES)
-        for (int i = 0; i < TILE_VALUES; i += 16) {
-            int first = block * TILE_VALUES + i;
-            /* A factor of 0 does not make a number of what is none: such values are left out. */
-            __mmask16 mask = bits >= NOT_FINITE ? 0 : left_mask(to.k - first);
-            __m512 value = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, x + first), _mm512_set1_ps(factor));
-            __m512i whole = _mm512_cvtps_epi32(value);
-            _mm_store_si128((__m128i *)(at + i), _mm512_cvtepi32_epi8(whole));
-            whole = _mm512_srai_epi32(_mm512_add_epi32(whole, half), 8);
-            _mm_store_si128((__m128i *)(at + TILE_VALUES + i), _mm512_cvtepi32_epi8(whole));
-            whole = _mm512_srai_epi32(_mm512_add_epi32(whole, half), 8);
-            _mm_store_si128((__m128i *)(at + 2 * TILE_VALUES + i), _mm512_cvtepi32_epi8(whole));
+    for (int first = 0; first < to.k; first += TILE_VALUES, at += TILE_ROWS * LINE) {
+        __m512i whole[4];
+#pragma GCC unroll 4
+        for (int v = 0; v < 4; v++) {
+            int i = first + 16 * v;
+            whole[v] = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_maskz_loadu_ps(left_mask(n - i), x + i), _mm512_set1_ps(factor)));
         }
+        split_digits(whole, at);
+    }
 }
 
 TILES void digits_copy(Digits to, int row, Digits from, int from_row) {
@@ -85,10 +111,10 @@ TILES void digits_copy(Digits to, int row, Digits from, int from_row) {
     int8_t *at = digits_at(to, row);
     const int8_t *source = digits_at(from, from_row);
     for (int block = 0; block < to.blocks; block++) {
-        for (int line = 0; line < 3 * TILE_VALUES; line += TILE_VALUES)
+        for (int line = 0; line < 3 * LINE; line += LINE)
             _mm512_store_si512(at + line, _mm512_load_si512(source + line));
-        at += TILE_ROWS * TILE_VALUES;
-        source += TILE_ROWS * TILE_VALUES;
+        at += TILE_ROWS * LINE;
+        source += TILE_ROWS * LINE;
     }
 }
 
@@ -107,7 +133,6 @@ TILES_INLINE void join(const int32_t *sums, const float *scale, const Matrix *w,
     }
 }
 
-#define LINE TILE_VALUES
 #define LOAD_ROWS(tile, group) _tile_loadd(tile, x##group + (int64_t)b * TILE_ROWS * LINE, LINE)
 #define LOAD_WEIGHTS(tile, p) _tile_loadd(tile, data + (p) * panel_bytes + (int64_t)b * 16 * LINE, LINE)
 #define JOIN(tile, group, p)                                                                                      \
