@@ -17,9 +17,8 @@ from gateway.json_input import SHORT_BYTES
 from gateway.metrics import Meter
 from gateway.middleware import ALLOWANCE, OWNER, REQUEST_ID
 from gateway.output_parser import OutputParser
-from gateway.stream import FrameResponse, FrameStream
+from gateway.stream import FrameResponse, FrameStream, writing_turn
 from gateway.tracing import TRACED
-from scheduler.turn import NextTurn
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -47,7 +46,7 @@ class Answering:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._writing = NextTurn()
+        self._writing = writing_turn()
         self._parsing = anyio.CapacityLimiter(_MAX_PARSERS)
 
     async def metered(

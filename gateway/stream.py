@@ -20,6 +20,7 @@ from gateway.errors import TABLE, reply_for
 from gateway.generation import ChoiceDelta
 from gateway.replies import DONE, call_reply, frame, usage_reply
 from gateway.tools import merged_calls
+from scheduler.turn import NextTurn
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from gateway.metrics import Meter
     from gateway.replies import JsonReply, LogprobWriter, ReplyHead
     from gateway.wire import StreamOptions
-    from scheduler.turn import NextTurn
 
 ABORT = "stratagate.abort"
 """Scope key, where the server has one: drops the connection with all that is buffered for it."""
@@ -222,18 +222,31 @@ class ChunkFrames:
         return b',"usage":null' if self._delivery.include_usage else b""
 
 
+_REST, _MAX_REST_S = 10.0, 0.004
+
+
+def writing_turn() -> NextTurn:
+    """In which all streams of a server write.
+
+    By then every one has made its frames of a window: system calls in between would cost each of them a cold cache. A
+    write costs more than all else of a frame, and little more for several than for one: so where windows come faster
+    than a tenth of the time suffices to write, the frames of several leave at once, the first _MAX_REST_S late at most.
+    It takes dozens of streams or windows of less than a millisecond to get there.
+    """
+    return NextTurn(rest=_REST, max_rest_s=_MAX_REST_S)
+
+
 class FrameStream(AsyncIterator[bytes]):
     """The SSE frames of one answer.
 
     They are written with no task woken for them as long as the connection takes them; what it does not take is kept
-    for whoever iterates. Writing waits until every stream has made its frames of a window: system calls in between
-    would cost each of them a cold cache.
+    for whoever iterates.
     """
 
     def __init__(
         self, generation: Generation, writer: FrameWriter, meter: Meter, writing: NextTurn
     ) -> None:
-        """writing: the turn in which the streams of a server write."""
+        """writing: the server's writing_turn."""
         self._generation = generation
         self._writing = writing
         self._writer = writer

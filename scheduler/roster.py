@@ -39,11 +39,6 @@ if TYPE_CHECKING:
     from engine.interface import EngineInfo, KeptFile, WindowResult
     from scheduler.config import SchedulerConfig
 
-_REST, _MAX_REST_S = 4.0, 0.004
-"""Between two turns of telling callers passes so many times what one takes, and at most so long: where windows come
-faster than that, the news of several are taken, and sent, at once. It takes dozens of slots or windows of less than a
-millisecond to get there."""
-
 
 class Roster:
     """Who waits, who sits where, and what each caller has been told."""
@@ -78,7 +73,7 @@ class Roster:
         self._handles: dict[int, RequestHandle] = {}
         self._line = ReturnLine(info.num_slots)
         self._counters = Counters()
-        self._turn = NextTurn(rest=_REST, max_rest_s=_MAX_REST_S)
+        self._turn = NextTurn()
         self._next_deadline_s = math.inf
         """Nobody's deadline passes before it."""
 

@@ -14,8 +14,9 @@ class NextTurn:
     """
 
     def __init__(self, *, rest: float = 0.0, max_rest_s: float = 0.0) -> None:
-        """rest: times as long as the last turn's callbacks took must pass before those of the next begin, but never
-        more than max_rest_s; the loop's timer counts milliseconds, and less than half a one is none."""
+        """rest: times as much as the last turn's callbacks took of the processor must pass before those of the next
+        begin, but never more than max_rest_s; the loop's timer counts milliseconds, and less than half a one is none.
+        """
         self._due: list[Callable[[], object]] = []
         self._rest = rest
         self._max_rest_s = max_rest_s
@@ -40,6 +41,7 @@ class NextTurn:
     def _run(self) -> None:
         due, self._due = self._due, []
         self.began_s = time.monotonic()
+        began_cpu_s = time.thread_time() if self._rest else 0.0
         for callback in due:
             try:
                 callback()
@@ -47,5 +49,6 @@ class NextTurn:
                 context = {"message": f"a callback failed: {callback!r}", "exception": error}
                 asyncio.get_running_loop().call_exception_handler(context)
         if self._rest:
-            now_s = time.monotonic()
-            self._not_before_s = now_s + min(self._rest * (now_s - self.began_s), self._max_rest_s)
+            took_s = time.thread_time() - began_cpu_s
+            rest_s = min(self._rest * took_s, self._max_rest_s)
+            self._not_before_s = time.monotonic() + rest_s

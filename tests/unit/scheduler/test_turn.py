@@ -47,6 +47,7 @@ class Clock:
         self.now_s = 100.0
         self.waits_s: list[float] = []
         monkeypatch.setattr("scheduler.turn.time.monotonic", lambda: self.now_s)
+        monkeypatch.setattr("scheduler.turn.time.thread_time", lambda: self.now_s - 90.0)
         monkeypatch.setattr(
             asyncio.get_running_loop(),
             "call_later",
