@@ -72,3 +72,9 @@ def test_without_triton_torch_runs_unless_the_kernels_were_asked_for(
         kernels.why_not_compiled(replace(CONFIG, kernels="compiled"), spec, CUDA)
     torch_wanted = replace(CONFIG, kernels="torch")
     assert kernels.why_not_compiled(torch_wanted, spec, CUDA) == "--kernels torch"
+
+
+def test_the_portable_step_is_one_of_a_cpu() -> None:
+    wanted = replace(CONFIG, kernels="portable")
+    with pytest.raises(ConfigMismatch, match="--kernels portable: it runs on cpu, not on cuda"):
+        kernels.why_not_compiled(wanted, make_spec(), CUDA)
