@@ -11,7 +11,9 @@ import logging
 import re
 import time
 import uuid
+from string import punctuation
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
@@ -38,6 +40,8 @@ ALLOWANCE = "stratagate.allowance"
 _GOOD_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _PROBES = frozenset({"/health", "/ready", "/metrics", "/v1/status"})
 """Paths that are asked for every few seconds; their lines would bury the others."""
+_AS_IT_IS = punctuation.replace("%", "")
+"""What a path has in the log besides ASCII letters and digits."""
 _access = logging.getLogger("stratagate.access")
 _log = logging.getLogger("stratagate.gateway")
 
@@ -87,12 +91,13 @@ class Envelope:
             await response(scope, receive, send_with_id)
         finally:
             is_probe = scope["path"] in _PROBES
+            path = _quoted(scope["path"])
             seconds, owner = time.monotonic() - started_s, scope.get(OWNER) or None
             _access.log(
                 logging.DEBUG if is_probe else logging.INFO,
                 "%s %s %s %.3fs id=%s%s",
                 scope["method"],
-                scope["path"],
+                path,
                 status or "-",
                 seconds,
                 request_id,
@@ -100,7 +105,7 @@ class Envelope:
                 extra={
                     FIELDS: {
                         "method": scope["method"],
-                        "path": scope["path"],
+                        "path": path,
                         "status": status,
                         "seconds": round(seconds, 6),
                         "request_id": request_id,
@@ -108,6 +113,11 @@ class Envelope:
                     }
                 },
             )
+
+
+def _quoted(path: str) -> str:
+    """A decoded path as one word of the log: a line break, a space or a terminal's escape code in it is %-escaped."""
+    return quote(path, safe=_AS_IT_IS, errors="replace")
 
 
 def _request_id(scope: Scope) -> str:
