@@ -18,6 +18,15 @@ _FAMILY = ("qwen4_exp", "qwen4_exp_text")
 _BLOCK_TOKENS = (1, 2, 4, 8)
 """Blocks that fit a page a whole number of times, and the ring of raw index keys beside a window."""
 _GATES = (_SIGMOID_GATE, "silu")
+# Far beyond any model, and small enough that products of several stay numbers that a plan can be made of.
+_MAX_WIDTH = 1 << 20
+_MAX_LENGTH = 1 << 26
+"""Of positions, ids and table rows."""
+_MAX_TABLE_ROWS = 1 << 40
+"""A GGUF file's table may be padded to any number of rows."""
+_MAX_PAIRS = 1 << 16
+"""Of layers, and of experts: a profile numbers them in 16 bits."""
+_MAX_NUMBER = 1e12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,18 +250,18 @@ def spec_from_config(config: dict[str, Any], *, name: str) -> ModelSpec:
         raise ConfigMismatch(f"model_type: found {family!r}, required one of {_FAMILY}")
     nested = config.get("text_config")
     text = _Keys(nested if isinstance(nested, dict) else config)
-    num_layers = text.count("num_hidden_layers")
+    num_layers = text.count("num_hidden_layers", maximum=_MAX_PAIRS)
     interval = _interval(text, num_layers)
     spec = ModelSpec(
         name=name,
-        vocab_size=text.count("vocab_size"),
+        vocab_size=text.count("vocab_size", maximum=_MAX_LENGTH),
         hidden=text.count("hidden_size"),
         num_layers=num_layers,
         qsa_interval=interval,
         num_streams=text.count("hc_count", 4),
         mix_rank=text.count("hc_lowrank", 320),
-        norm_eps=text.number("rms_norm_eps", 1e-6),
-        max_position=text.count("max_position_embeddings"),
+        norm_eps=text.number("rms_norm_eps", 1e-6, maximum=1.0),
+        max_position=text.count("max_position_embeddings", maximum=_MAX_LENGTH),
         num_draft_layers=text.count("mtp_num_hidden_layers", 0, minimum=0),
         gdn=_gdn(text),
         qsa=_qsa(text),
@@ -284,16 +293,29 @@ class _Keys:
     def raw(self, key: str) -> Any:
         return self._values.get(key)
 
-    def count(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
+    def count(
+        self,
+        key: str,
+        default: int | None = None,
+        *,
+        minimum: int = 1,
+        maximum: int = _MAX_WIDTH,
+    ) -> int:
         value = self._values.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise ConfigMismatch(f"{key}: found {value!r}, required an integer >= {minimum}")
+        if value > maximum:
+            raise ConfigMismatch(f"{key}: found {value}, required at most {maximum}")
         return value
 
-    def number(self, key: str, default: float | None = None) -> float:
+    def number(
+        self, key: str, default: float | None = None, *, maximum: float = _MAX_NUMBER
+    ) -> float:
         value = self._values.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise ConfigMismatch(f"{key}: found {value!r}, required a number > 0")
+        if value > maximum:
+            raise ConfigMismatch(f"{key}: found {value!r}, required at most {maximum:g}")
         return float(value)
 
     def text(self, key: str, default: str) -> str:
@@ -396,8 +418,8 @@ def _qsa(text: _Keys) -> QsaSpec:
 
 
 def _moe(text: _Keys) -> MoeSpec:
-    num_experts = text.count("num_experts")
-    num_active = text.count("num_experts_per_tok")
+    num_experts = text.count("num_experts", maximum=_MAX_PAIRS)
+    num_active = text.count("num_experts_per_tok", maximum=_MAX_PAIRS)
     if num_active > num_experts:
         raise ConfigMismatch(
             f"num_experts_per_tok: found {num_active}, required at most num_experts {num_experts}"
@@ -431,12 +453,14 @@ def _ple(text: _Keys, num_layers: int) -> PleSpec | None:
         ),
         ngram_size=text.count("ngram_size", 3, minimum=2),
         heads_per_ngram=text.count("heads_per_ngram", 8),
-        vocab_base=text.count("ngram_vocab_size_base", 20_000_000),
-        vocab_multiple=text.count("make_ngram_vocab_size_divisible_by", 128),
+        vocab_base=text.count("ngram_vocab_size_base", 20_000_000, maximum=_MAX_LENGTH),
+        vocab_multiple=text.count(
+            "make_ngram_vocab_size_divisible_by", 128, maximum=_MAX_TABLE_ROWS
+        ),
         num_shards=text.count("split_ngram_parts", 512),
         conv_width=text.count("ple_conv_kernel_size", 4),
-        seed=text.count("seed", 1234, minimum=0),
-        vocab_size=text.count("vocab_size"),
+        seed=text.count("seed", 1234, minimum=0, maximum=_MASK64),
+        vocab_size=text.count("vocab_size", maximum=_MAX_LENGTH),
         eos_id=eos,
     )
     if spec.embed_dim % spec.num_heads:

@@ -55,6 +55,9 @@ class CacheRoom:
         return self.prompt_bytes + self.draft_bytes
 
 
+_SESSION_ADVICE = "lower --max-context, --batch"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSize:
     """The answer, and the lines that say how it came about."""
@@ -140,10 +143,14 @@ def _explicit(request: CacheRequest, room: CacheRoom, useful: int) -> CacheSize:
     reserve = DEFAULT_RESERVE_MIB if request.reserve_mib is None else request.reserve_mib
     needed = slots * room.blob_bytes + room.later_bytes
     if needed > room.free_bytes:
-        fits = max(0, (room.free_bytes - room.later_bytes) // room.blob_bytes)
+        left = room.free_bytes - room.later_bytes
+        advice = (
+            f"give at most {left // room.blob_bytes}, or auto" if left >= 0 else _SESSION_ADVICE
+        )
         raise PlanRefused(
             f"--expert-cache {slots}: needs {needed / MIB:.0f} MiB with the buffers that follow, but "
-            f"{room.free_bytes / MIB:.0f} MiB are free: give at most {fits}, or auto"
+            f"{max(0, room.free_bytes) / MIB:.0f} MiB are free beside weights and sessions of "
+            f"{room.session_bytes / MIB:.0f} MiB: {advice}"
         )
     line = (
         f"expert cache: {slots} slots, {slots * room.blob_bytes / MIB:.0f} MiB of "
@@ -154,10 +161,13 @@ def _explicit(request: CacheRequest, room: CacheRoom, useful: int) -> CacheSize:
 
 def _no_room(room: CacheRoom, reserve_mib: int) -> str:
     needed = reserve_mib * MIB + room.later_bytes + room.blob_bytes
+    advice = f"{_SESSION_ADVICE} or --vram-reserve-mib"
+    if room.free_bytes >= room.later_bytes:
+        advice += ", or give --expert-cache 0: all experts on the host"
     return (
         f"--expert-cache auto: one slot needs {needed / MIB:.0f} MiB free ({reserve_mib} MiB reserved, "
         f"{room.prompt_bytes / MIB:.0f} MiB for the prompt path, {room.draft_bytes / MIB:.0f} MiB for the draft head, "
         f"{room.blob_bytes / MIB:.1f} MiB an expert), but {max(0, room.free_bytes) / MIB:.0f} MiB are free: "
         f"{(needed - room.free_bytes) / MIB:.0f} MiB short; the sessions take {room.session_bytes / MIB:.0f} MiB: "
-        "lower --max-context, --batch or --vram-reserve-mib, or give --expert-cache 0: all experts on the host"
+        f"{advice}"
     )

@@ -86,7 +86,7 @@ def _experts(directory: Path, spec: ModelSpec) -> Iterator[BudgetLine]:
 
 
 def _draft(directory: Path, spec: ModelSpec) -> Iterator[BudgetLine]:
-    if not spec.num_draft_layers:
+    if not spec.num_draft_layers or not (directory / draft.DRAFT_DIRECTORY).is_dir():
         return
     rows, (gate_up, down) = read_draft(directory / draft.DRAFT_DIRECTORY)
     for row in rows:

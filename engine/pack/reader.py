@@ -268,7 +268,9 @@ class _Draft:
 
 
 def _is_norm(name: str) -> bool:
-    return "norm" in name.rsplit(".", 2)[-2]
+    """By the module that the tensor belongs to; a name without one is nobody's, as comparing names finds."""
+    module = name.rpartition(".")[0]
+    return "norm" in module.rpartition(".")[2]
 
 
 def _text(file: Path) -> str:

@@ -54,6 +54,13 @@ def open_source(path: Path, spec: ModelSpec, parts: ModelParts = _WHOLE) -> Tens
     return source
 
 
+def has_weights(path: Path) -> bool:
+    """Whether there are files of weights at a path: then what cannot be read is a fault, not a bare configuration."""
+    if path.suffix == GGUF_SUFFIX or is_pack(path):
+        return True
+    return any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json"))
+
+
 def _own_spec(path: Path, parts: ModelParts) -> ModelSpec:
     table = None if parts.ple_gguf is None else _table(Path(parts.ple_gguf))
     if path.suffix == GGUF_SUFFIX:

@@ -19,7 +19,7 @@ from engine.geometry import (
     parameters_by_part,
     sequence_state,
 )
-from engine.sources.opening import open_source, read_spec
+from engine.sources.opening import has_weights, open_source, read_spec
 from engine.tools.options import MODEL_HELP, MtpOption, NativeOption, PleGgufOption
 from engine.tools.tables import table
 
@@ -46,6 +46,8 @@ def inspect(
     try:
         source = open_source(path, spec, parts)
     except WeightMismatch as error:
+        if has_weights(path):
+            raise
         sections.append(f"no weights: {error}")
     else:
         sections.append(stored(spec, source))

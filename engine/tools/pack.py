@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from engine.config import model_path, text_path
+from engine.errors import WeightMismatch
 from engine.pack.plan import plan_pack
 from engine.pack.reader import is_pack
 from engine.pack.writer import write_pack
@@ -43,7 +44,12 @@ def pack(
     plan = plan_pack(
         opened, spec, comment=f"from {path.name}", origin=_origin(path), promote=promote
     )
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WeightMismatch(
+            f"{directory}: cannot be made a directory: {error.strerror}"
+        ) from error
     _write_texts(path, text_path(source), directory)
     with byte_bar() as advance:
         kept = write_pack(plan, directory, advance)

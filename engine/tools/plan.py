@@ -27,7 +27,7 @@ from engine.memory_plan import (
     num_pairs,
 )
 from engine.native.step import planned_lines, uses_tiles
-from engine.sources.opening import open_source, read_spec
+from engine.sources.opening import has_weights, open_source, read_spec
 from engine.startup import USUAL_LIBRARY_BYTES, free_host_bytes
 from engine.startup_plan import (
     Machine,
@@ -168,10 +168,12 @@ def _cpu_lines(config: EngineConfig, spec: ModelSpec) -> tuple[PlanLine, ...] | 
         return None
     try:
         source = open_source(model_path(config.model), spec, config.parts)
-    except (
-        WeightMismatch
-    ):  # a configuration without weights: how these are stored decides what the step holds
-        return None
+    except WeightMismatch:
+        if has_weights(model_path(config.model)):
+            raise
+        return (
+            None  # how weights are stored decides what the step holds; a configuration does not say
+        )
     with closing(source):
         limits = limits_of(config, spec, has_gpu=False)
         threads = default_threads(compiled=True)

@@ -120,6 +120,11 @@ def _elements(shape: tuple[int, ...]) -> int:
         ({"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers: found 2, required 0 or 1"),
         ({"rms_norm_eps": 0}, "rms_norm_eps: found 0, required a number > 0"),
         ({"rope_parameters": None}, "rope_parameters: found None, required an object"),
+        ({"hidden_size": 10**30}, "hidden_size: found 10+, required at most 1048576"),
+        ({"num_experts": 10**12}, "num_experts: found 10+, required at most 65536"),
+        ({"max_position_embeddings": 10**9}, "max_position_embeddings: .*, required at most"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps: found inf, required at most 1"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps: found nan, required a number > 0"),
         ({"hc_lowrank": None}, "hc_lowrank: found None, required an integer >= 1"),
         ({"rms_norm_eps": None}, "rms_norm_eps: found None, required a number > 0"),
         (

@@ -90,7 +90,7 @@ def test_an_explicit_size_is_taken_or_refused_never_cut() -> None:
     assert size_cache(CacheRequest(num_slots=425), room(1000)).num_slots == 425
     with pytest.raises(
         PlanRefused,
-        match="--expert-cache 426: needs 1002 MiB .* 1000 MiB are free: give at most 425",
+        match="--expert-cache 426: needs 1002 MiB .* 1000 MiB are free .* give at most 425",
     ):
         size_cache(CacheRequest(num_slots=426), room(1000))
     with pytest.raises(PlanRefused, match="there are 77 pairs in the profile"):
@@ -134,3 +134,15 @@ def test_slots_are_divided_evenly_and_none_is_wasted(
     open_layers = [given for given, most in zip(share, useful, strict=True) if given < most]
     if open_layers:
         assert max(share) <= min(open_layers) + 1
+
+
+@pytest.mark.parametrize("num_slots", [None, 0, 5])
+def test_sessions_that_do_not_fit_are_not_answered_with_fewer_experts(
+    num_slots: int | None,
+) -> None:
+    """Weights and sessions alone are larger than the device: no number of slots helps."""
+    with pytest.raises(PlanRefused, match=r"lower --max-context, --batch") as refused:
+        size_cache(CacheRequest(num_slots=num_slots), room(-3000))
+    assert "0 MiB are free" in str(refused.value)
+    assert "--expert-cache 0:" not in str(refused.value).partition("free")[2]
+    assert "give at most" not in str(refused.value)

@@ -245,6 +245,40 @@ def test_a_pack_without_its_draft_layer_says_what_to_do(default_pack: Path, tmp_
         load_engine(replace(config, max_draft=0)).close()
 
 
+def test_a_budget_of_a_pack_without_its_draft_layer_has_no_line_of_it(
+    default_pack: Path, tmp_path: Path
+) -> None:
+    directory = copied(default_pack, tmp_path)
+    shutil.rmtree(directory / "mtp")
+    assert "MTP" in {line.part for line in pack_budget(default_pack, read_spec(default_pack))}
+    assert "MTP" not in {line.part for line in pack_budget(directory, read_spec(directory))}
+
+
+def test_a_draft_tensor_of_another_name_is_told(default_pack: Path, tmp_path: Path) -> None:
+    directory = copied(default_pack, tmp_path)
+    table = directory / "mtp" / "dense.txt"
+    table.write_text(table.read_text().replace("pre_fc_norm_embedding.weight", "nope"))
+    config = EngineConfig(model=str(directory), device="cpu", max_context=64)
+    with pytest.raises(WeightMismatch, match=r"pre_fc_norm_embedding.*: found no such tensor"):
+        load_engine(config)
+
+
+def test_what_is_damaged_is_no_bare_configuration(default_pack: Path, tmp_path: Path) -> None:
+    directory = copied(default_pack, tmp_path)
+    dense = directory / "dense.bin"
+    dense.write_bytes(dense.read_bytes()[:-1])
+    for command in ("inspect", "plan"):
+        result = CliRunner().invoke(app, [command, str(directory)])
+        assert isinstance(result.exception, WeightMismatch), command
+
+
+def test_a_target_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for target in (tmp_path / "file", Path("/proc/x")):
+        with pytest.raises(WeightMismatch, match="cannot be made a directory"):
+            pack("default", target)
+
+
 def test_tables_that_leave_tensors_elsewhere_are_named(default_pack: Path, tmp_path: Path) -> None:
     directory = copied(default_pack, tmp_path)
     spec = read_spec(directory)
