@@ -34,6 +34,8 @@ from gateway.config import (
     http_url,
     load_config,
     number,
+    path,
+    path_text,
 )
 from gateway.errors import ConfigError
 from gateway.model_commands import add_model_commands
@@ -134,12 +136,13 @@ def serve(
         _option(
             "--native",
             "GGUF file to serve, of several shards any; with --pack the one that the pack leaves tensors in.",
-            metavar="FILE",
+            path_text,
+            "FILE",
         ),
     ] = None,
     pack: Annotated[
         str | None,
-        _option("--pack", "Pack to serve, as `stratagate pack` writes it.", metavar="DIR"),
+        _option("--pack", "Pack to serve, as `stratagate pack` writes it.", path_text, "DIR"),
     ] = None,
     served_model_name: Annotated[
         str | None, _option("--served-model-name", "Name of the model in requests and answers.")
@@ -153,6 +156,8 @@ def serve(
         _option(
             "--api-key-file",
             "Keys that clients must send: one a line, `name:key` or `key`, then rpm=N tpm=N concurrent=N.",
+            path,
+            "FILE",
         ),
     ] = None,
     cors_origin: Annotated[
@@ -238,7 +243,12 @@ def serve(
     ] = None,
     expert_profile: Annotated[
         Path | None,
-        _option("--expert-profile", "Ranking of the experts, as `stratagate profile` writes it."),
+        _option(
+            "--expert-profile",
+            "Ranking of the experts, as `stratagate profile` writes it.",
+            path,
+            "FILE",
+        ),
     ] = None,
     pool_workers: Annotated[
         int | None,
@@ -272,7 +282,8 @@ def serve(
         _option(
             "--ple-gguf",
             "GGUF file to take the n-gram table from, not the model's.",
-            metavar="FILE",
+            path_text,
+            "FILE",
         ),
     ] = None,
     kv_resident: Annotated[
@@ -286,7 +297,8 @@ def serve(
         _option(
             "--mtp",
             "Directory to take the draft layer from, not the model's: a pack, its mtp/, or a checkpoint.",
-            metavar="DIR",
+            path_text,
+            "DIR",
         ),
     ] = None,
     batch_mtp: Annotated[
@@ -354,7 +366,8 @@ def serve(
         _option(
             "--conversation-cache-dir",
             "Directory in which conversations outlive the server; left out: memory alone.",
-            metavar="DIR",
+            path,
+            "DIR",
         ),
     ] = None,
     conversation_cache_disk_mib: Annotated[

@@ -427,6 +427,18 @@ def choice(allowed: tuple[str, ...]) -> Callable[[str], str]:
     return parse
 
 
+def path_text(text: str) -> str:
+    """A path as it was given; an empty one would be the current directory."""
+    if not text:
+        raise ConfigError(f"must be a path; found {text!r}")
+    return text
+
+
+def path(text: str) -> Path:
+    """Like path_text."""
+    return Path(path_text(text))
+
+
 def http_url(text: str) -> str:
     """An http or https URL with a host, and nothing behind its path."""
     try:

@@ -115,6 +115,25 @@ def test_bad_options_exit_2_and_say_why(
 
 
 @pytest.mark.parametrize(
+    "option",
+    [
+        "--api-key-file",
+        "--conversation-cache-dir",
+        "--expert-profile",
+        "--mtp",
+        "--native",
+        "--pack",
+        "--ple-gguf",
+    ],
+)
+def test_no_empty_path_becomes_the_current_directory(started: list[AppConfig], option: str) -> None:
+    result = runner.invoke(cli.app, ["serve", option, ""], env={"COLUMNS": "300", "TERM": "dumb"})
+    assert (result.exit_code, started) == (2, [])
+    assert f"'{option}'" in result.output
+    assert "must be a path; found ''" in result.output
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["serf"], ["serf", "serve"]),
