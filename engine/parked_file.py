@@ -6,6 +6,7 @@
     blocks    the pages by position, then the checkpoints by position; each block's CRC-32 is in the header
 
 The file holds no token and no key: whose it is and what was said only shows in the digests of its checkpoints.
+What was said can still be guessed from its state, so only the server's own user may read it.
 It is written under another name, flushed, and renamed, so that a file that has its name is whole.
 """
 
@@ -84,7 +85,8 @@ def write_file(path: Path, header: FileHeader, blocks: Sequence[memoryview]) -> 
     start = _PREFIX.pack(MAGIC, VERSION, len(body), zlib.crc32(body)) + body
     part = path.with_suffix(PART_SUFFIX)
     try:
-        with part.open("wb") as file:
+        part.unlink(missing_ok=True)  # one that is there would keep the mode that it has
+        with open(part, "xb", opener=_open_private) as file:
             file.write(start.ljust(_blocks_at(len(body)), b"\0"))
             for block in blocks:
                 file.write(block)
@@ -97,6 +99,10 @@ def write_file(path: Path, header: FileHeader, blocks: Sequence[memoryview]) -> 
         raise
     _flush_directory(path.parent)
     return file_bytes(header)
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, mode=0o600)
 
 
 def read_header(path: Path) -> FileHeader:

@@ -243,6 +243,22 @@ def test_a_crash_before_the_renaming_leaves_nothing(
     files.close()
 
 
+def test_only_the_servers_user_may_read_what_is_written(written: Path) -> None:
+    path = only_file(written)
+    header = parked_file.read_header(path)
+    written.chmod(0o755)
+    left = written / "other.part"
+    left.touch()
+    left.chmod(0o644)
+    umask = os.umask(0)
+    try:
+        parked_file.write_file(written / "other.parked", header, [memoryview(b) for b in BLOCKS])
+    finally:
+        os.umask(umask)
+    assert (written / "other.parked").stat().st_mode & 0o777 == 0o600
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
 def test_a_directory_that_cannot_be_written_stops_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(FilesUnusable, match=r"--conversation-cache-dir .*/file/dir: Not a dir"):
