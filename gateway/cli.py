@@ -427,7 +427,7 @@ def serve(
     try:
         config = load_config(
             ServeOptions(
-                model=next((m for m in (model, model_argument) if m is not None), _DEFAULTS.model),
+                model=model_argument if model is None else model,
                 native=native,
                 pack=pack,
                 served_model_name=served_model_name,

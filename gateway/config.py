@@ -97,7 +97,8 @@ class AppConfig:
 class ServeOptions:
     """The options of `serve` as they were parsed, before they are checked against each other."""
 
-    model: str = DEFAULT_MODEL
+    model: str | None = None
+    """None: the shipped one, unless native or pack is the model."""
     native: str | None = None
     pack: str | None = None
     served_model_name: str | None = None
@@ -212,10 +213,9 @@ def load_config(options: ServeOptions) -> AppConfig:
 
 def _model(options: ServeOptions) -> str:
     """The one model that the options name."""
-    if not options.model:
+    if options.model == "":
         raise ConfigError("--model is empty: give a checkpoint directory, or `default`")
-    model = None if options.model == DEFAULT_MODEL else options.model
-    named = {"--model": model, "--native": options.native, "--pack": options.pack}
+    named = {"--model": options.model, "--native": options.native, "--pack": options.pack}
     given = {option: value for option, value in named.items() if value is not None}
     if tuple(given) == ("--native", "--pack"):
         given.pop("--native")  # the file that the pack leaves tensors in

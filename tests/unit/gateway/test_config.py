@@ -50,6 +50,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[AppConfig]:
         (["--native", "m.bin"], ["--native must be a GGUF file", "m.bin"]),
         (["--pack", "/nowhere"], ["--pack must be a directory with an index.txt", "/nowhere"]),
         (["--native", "m.gguf", "--model", "m"], ["--model and --native each name a model"]),
+        (["--native", "m.gguf", "--model", "default"], ["--model and --native each name a model"]),
+        (["default", "--pack", "p"], ["--model and --pack each name a model"]),
         (
             ["--native", "m.gguf", "--pack", "p", "--model", "m"],
             ["--model and --native and --pack each name a model"],
