@@ -31,9 +31,12 @@ from gateway.config import (
     count,
     count_or_auto,
     device,
+    host_name,
     http_url,
     load_config,
+    model_name,
     number,
+    origin,
     path,
     path_text,
 )
@@ -145,7 +148,10 @@ def serve(
         _option("--pack", "Pack to serve, as `stratagate pack` writes it.", path_text, "DIR"),
     ] = None,
     served_model_name: Annotated[
-        str | None, _option("--served-model-name", "Name of the model in requests and answers.")
+        str | None,
+        _option(
+            "--served-model-name", "Name of the model in requests and answers.", model_name, "NAME"
+        ),
     ] = None,
     host: Annotated[str, _option("--host", "Address to listen on.")] = _DEFAULTS.host,
     port: Annotated[
@@ -162,13 +168,20 @@ def serve(
     ] = None,
     cors_origin: Annotated[
         list[str] | None,
-        _option("--cors-origin", "Origin whose pages may call the API; may be repeated."),
+        _option(
+            "--cors-origin",
+            "Origin whose pages may call the API; may be repeated.",
+            origin,
+            "ORIGIN",
+        ),
     ] = None,
     allowed_host: Annotated[
         list[str] | None,
         _option(
             "--allowed-host",
             "Host name the server answers to besides addresses and localhost; may be repeated.",
+            host_name,
+            "NAME",
         ),
     ] = None,
     device_name: Annotated[

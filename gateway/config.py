@@ -7,6 +7,7 @@ the command line puts the name of the option before it.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -44,6 +45,8 @@ RESUMES = {"auto": None, "exact": False, "fast": True}
 DTYPES = ("auto", "float32", "bfloat16")
 KV_TYPES = ("auto", "fp32", "bf16", "int8")
 _KEY_NAME_LIMIT = 64
+_HOST_NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9_.-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -437,6 +440,36 @@ def path_text(text: str) -> str:
 def path(text: str) -> Path:
     """Like path_text."""
     return Path(path_text(text))
+
+
+def origin(text: str) -> str:
+    """An origin as browsers send it, since it is compared letter by letter; `*` is any, `null` that of local files."""
+    if text not in ("*", "null") and not _ORIGIN.fullmatch(text):
+        raise ConfigError(
+            "must be an origin such as https://chat.example or http://localhost:3000, in lower case and without a "
+            f"path, or * or null; found {shorten(text)!r}"
+        )
+    return text
+
+
+def host_name(text: str) -> str:
+    """A name of this server as a Host header has it, less the port."""
+    if not _HOST_NAME.fullmatch(text):
+        raise ConfigError(
+            "must be a host name such as box.lan, without scheme, port and path (addresses are let in anyway); "
+            f"found {shorten(text)!r}"
+        )
+    return text
+
+
+def model_name(text: str) -> str:
+    """A name that requests can give and people can read."""
+    if not text or not text.isprintable() or text != text.strip():
+        raise ConfigError(
+            "must be 1 or more printable characters without a space at either end; "
+            f"found {shorten(text)!r}"
+        )
+    return text
 
 
 def http_url(text: str) -> str:

@@ -99,6 +99,17 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[AppConfig]:
         (["--api-key-file", "/nonexistent"], ["--api-key-file", "/nonexistent"]),
         (["a", "--model", "b"], ["named twice"]),
         (["--otlp-endpoint", "collector:4318"], ["--otlp-endpoint", "collector:4318", "http"]),
+        (["--cors-origin", ""], ["--cors-origin", "https://chat.example", "found ''"]),
+        (["--cors-origin", "https://a", "--cors-origin", "junk"], ["--cors-origin", "'junk'"]),
+        (["--cors-origin", "https://a/"], ["--cors-origin", "'https://a/'"]),
+        (["--cors-origin", "https://A"], ["--cors-origin", "lower case", "'https://A'"]),
+        (["--allowed-host", ""], ["--allowed-host", "box.lan", "found ''"]),
+        (["--allowed-host", "a b"], ["--allowed-host", "'a b'"]),
+        (["--allowed-host", "http://x"], ["--allowed-host", "without scheme", "'http://x'"]),
+        (["--allowed-host", "x:80"], ["--allowed-host", "'x:80'"]),
+        (["--served-model-name", ""], ["--served-model-name", "1 or more", "found ''"]),
+        (["--served-model-name", "a\nb"], ["--served-model-name", "printable"]),
+        (["--served-model-name", " a"], ["--served-model-name", "' a'"]),
         (["--otlp-endpoint", "http://"], ["--otlp-endpoint"]),
         (["--otlp-endpoint", "http://a:99999"], ["--otlp-endpoint"]),
         (["--otlp-endpoint", "http://a/?b"], ["--otlp-endpoint"]),
@@ -223,6 +234,18 @@ def test_no_mtp_is_the_way_without_drafts(started: list[AppConfig]) -> None:
     for arguments in (["--no-mtp"], ["--no-mtp", "--spec", "0"]):
         assert runner.invoke(cli.app, ["serve", *arguments]).exit_code == 0
     assert [chosen.scheduler.engine.max_draft for chosen in started] == [0, 0]
+
+
+def test_origins_and_hosts_that_can_be_asked_for(started: list[AppConfig]) -> None:
+    origins = ("*", "null", "http://localhost:3000", "http://[::1]:80", "app://obsidian.md")
+    hosts = ("Box.lan", "box", "my_box-1.example.com")
+    options = [word for text in origins for word in ("--cors-origin", text)]
+    options += [word for text in hosts for word in ("--allowed-host", text)]
+    result = runner.invoke(cli.app, ["serve", *options, "--served-model-name", "my model/1"])
+    assert result.exit_code == 0, result.output
+    gateway = started[0].gateway
+    assert (gateway.cors_origins, gateway.allowed_hosts) == (origins, hosts)
+    assert gateway.served_model_name == "my model/1"
 
 
 def test_version_and_help() -> None:
