@@ -34,7 +34,6 @@ from scheduler.factory import build_scheduler
 
 if TYPE_CHECKING:
     from collections.abc import Generator
-    from types import FrameType
 
     from starlette.applications import Starlette
 
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from scheduler.service import Scheduler
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _KEEP_ALIVE_S = 120
 """Longer than clients keep an idle connection (httpx 5 s, aiohttp 15 s, Go 90 s): whoever closes first must be the
 client, since a request that meets a closing server is lost without an answer."""
@@ -102,8 +102,10 @@ async def _serve(config: AppConfig, version: str) -> int:
         listener.close()
         raise
     try:
-        service = build_service(config.gateway, scheduler, files, version, tracer)
-        server = GracefulServer(build_app(service), scheduler, config.gateway)
+        with _cancelled_by(signal.SIGTERM):
+            service = build_service(config.gateway, scheduler, files, version, tracer)
+            server = GracefulServer(build_app(service), scheduler, config.gateway)
+        server.take_signals()
         # Who reads the report may connect at once; uvicorn takes over what has queued by then.
         listener.listen(server.config.backlog)
         print_report(
@@ -234,27 +236,33 @@ class GracefulServer(uvicorn.Server):
         self._drain_s = config.drain_s
         self._exit_status = EXIT_OK
         self._stopping: asyncio.Task[None] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def take_signals(self) -> None:
+        """Drain on a signal from now until it has served: a server that says it is ready is to be ended as one."""
+        loop = asyncio.get_running_loop()
+        for sig in _STOP_SIGNALS:
+            loop.add_signal_handler(sig, self.begin_stop, sig)
 
     async def serve_on(self, listener: socket.socket) -> int:
         """Serve on a listener until stopped; returns the exit status."""
-        self._loop = asyncio.get_running_loop()
+        self.take_signals()
         watching = asyncio.create_task(self._watch_fatal(), name="fatal watch")
         try:
             await self.serve(sockets=[listener])
         finally:
             watching.cancel()
+            for sig in _STOP_SIGNALS:
+                asyncio.get_running_loop().remove_signal_handler(sig)
             if self._stopping is not None:
                 self._stopping.cancel()
                 with suppress(asyncio.CancelledError):  # just asked for
                     await self._stopping
         return self._exit_status
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Signal handler. Never calls the inherited one, which other libraries hook to cut streams."""
-        del frame
-        assert self._loop is not None
-        self._loop.call_soon_threadsafe(self.begin_stop, sig)
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """uvicorn's own handlers, which other libraries hook to cut streams, are not wanted: see take_signals."""
+        yield
 
     def begin_stop(self, sig: int) -> None:
         """Drain; called again, abort."""

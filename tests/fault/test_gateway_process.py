@@ -64,6 +64,17 @@ async def text_until(process: Process, words: str) -> str:
     return text
 
 
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_as_soon_as_it_is_ready_drains_too(sig: signal.Signals) -> None:
+    async with server_process(free_port()) as process, asyncio.timeout(15):
+        text = await text_until(process, "ready in")
+        process.send_signal(sig)
+        assert process.stderr is not None
+        text += (await process.stderr.read()).decode()
+        assert await process.wait() == 0, text
+        assert "stopping: running requests" in text
+
+
 async def test_a_process_serves_drains_and_ends_with_0() -> None:
     port = free_port()
     async with server_process(port) as process, asyncio.timeout(15):
