@@ -27,6 +27,7 @@ from gateway.config import (
     PLE_IO,
     RESUMES,
     ServeOptions,
+    address,
     choice,
     count,
     count_or_auto,
@@ -153,7 +154,9 @@ def serve(
             "--served-model-name", "Name of the model in requests and answers.", model_name, "NAME"
         ),
     ] = None,
-    host: Annotated[str, _option("--host", "Address to listen on.")] = _DEFAULTS.host,
+    host: Annotated[
+        str, _option("--host", "Address to listen on.", address, "ADDRESS")
+    ] = _DEFAULTS.host,
     port: Annotated[
         int, _option("--port", "0 takes a free one.", count(0, 65535), "N")
     ] = _DEFAULTS.port,

@@ -442,6 +442,15 @@ def path(text: str) -> Path:
     return Path(path_text(text))
 
 
+def address(text: str) -> str:
+    """What to listen on; nothing would be every interface, without the check of names that protects the local one."""
+    if not text.strip():
+        raise ConfigError(
+            f"must be an address such as 127.0.0.1, or 0.0.0.0 for all of them; found {text!r}"
+        )
+    return text
+
+
 def origin(text: str) -> str:
     """An origin as browsers send it, since it is compared letter by letter; `*` is any, `null` that of local files."""
     if text not in ("*", "null") and not _ORIGIN.fullmatch(text):

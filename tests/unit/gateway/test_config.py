@@ -107,6 +107,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[AppConfig]:
         (["--allowed-host", "a b"], ["--allowed-host", "'a b'"]),
         (["--allowed-host", "http://x"], ["--allowed-host", "without scheme", "'http://x'"]),
         (["--allowed-host", "x:80"], ["--allowed-host", "'x:80'"]),
+        (["--host", ""], ["--host", "must be an address", "found ''"]),
         (["--served-model-name", ""], ["--served-model-name", "1 or more", "found ''"]),
         (["--served-model-name", "a\nb"], ["--served-model-name", "printable"]),
         (["--served-model-name", " a"], ["--served-model-name", "' a'"]),
