@@ -221,12 +221,6 @@ class Gate(Structure):
     _fields_ = (("min_p", c_double), ("stops", c_void_p), *_ints("num_stops max_drafts"))
 
 
-class PackedExpert(Structure):
-    """One 4-bit expert's matrix as engine.cuda.quant packs it."""
-
-    _fields_ = (*_pointers("words scales"), *_ints("groups tiles"))
-
-
 STAGES = ("start", "PLE", "GDN", "QSA", "MoE", "head")
 """What a probe tells apart: of a layer its n-gram embedding, its mixer and its experts, each with its residual."""
 
@@ -239,10 +233,6 @@ _CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "tiles": (c_int, ()),
     "product": (None, (POINTER(Matrix), c_void_p, c_int, c_int, c_void_p, c_void_p)),
     "product_floats": (c_int64, (POINTER(Matrix), c_int)),
-    "expert4": (
-        c_int,
-        (*[POINTER(PackedExpert)] * 2, c_void_p, *[c_int] * 3, c_void_p),
-    ),
     "scratch_floats": (c_int64, (POINTER(Model), c_int, c_int)),
     "open": (c_void_p, (POINTER(Model), POINTER(State), c_int, c_int, c_void_p)),
     "close": (None, (c_void_p,)),
@@ -273,7 +263,6 @@ class Library:
     tiles: Any
     product: Any
     product_floats: Any
-    expert4: Any
     scratch_floats: Any
     open: Any
     close: Any

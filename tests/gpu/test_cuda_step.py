@@ -13,12 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.cuda.quant import GROUP, Packed4, pack4, unpack4
+from engine.cuda.quant import GROUP, pack4, unpack4
 from engine.grammar import RowLimit
 from engine.interface import SamplingParams
 from engine.kv_cells import quantize
-from engine.native.abi import LIBRARY, Library, why_unavailable
-from engine.native.experts import expert_parts
 from engine.reference.model import ReferenceModel
 from engine.reference.mtp import draft_chain, greedy_pick
 from engine.sampling import Picker, PickRow, TokenHistory
@@ -541,26 +539,6 @@ def test_rows_of_any_size_are_multiplied() -> None:
         scale = float(wanted[row].abs().max())
         assert float((parts[row] - wanted[row]).abs().max()) <= 1e-3 * scale
     assert torch.equal(parts[2].isfinite(), wanted[2].isfinite())
-
-
-@gpu
-@needs_cuda
-@torch.inference_mode()
-@pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
-def test_a_processor_computes_experts_to_the_same_bits() -> None:
-    case = Experts()
-    sizes = torch.logspace(-12, 3, case.hidden, device=DEVICE)
-    case.x[1::2] = (case.x[1::2] * sizes).to(torch.bfloat16)
-    parts, library = case.parts(slice(None)).cpu(), Library(LIBRARY)
-    gate_up, down = (
-        Packed4(words=p.words.cpu(), scales=p.scales.cpu())
-        for p in (case.weights.gate_up, case.weights.down)
-    )
-    x, width = case.x.cpu(), case.spec.expert_dim
-    for row, ids in enumerate(case.ids.tolist()):
-        for rank, expert in enumerate(ids):
-            found = expert_parts(library, gate_up, down, expert, x[row : row + 1], width)
-            assert torch.equal(found[0], parts[row, rank])
 
 
 @gpu
