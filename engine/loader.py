@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,6 +30,7 @@ from engine.model import DecoderLayer, Trunk
 from engine.mtp import DraftLayer
 from engine.ple_table import RamTable, stored_table
 from engine.state import key_capacity
+from engine.weights import expert_reader
 
 if TYPE_CHECKING:
     from engine.model_spec import ModelSpec
@@ -126,7 +126,7 @@ class ModelLoader:
         marks.reach(Step.CACHE)
         if store is not None:
             for number, layer in enumerate(store.layers):
-                read = self._expert_reader(self._expert_prefixes[number])
+                read = expert_reader(self._checkpoint, self._expert_prefixes[number], self._spec)
                 for expert in range(self._spec.moe.num_experts):
                     in_slot = (number, expert) in split.in_slots
                     put = layer.put_slot if in_slot else layer.put_host
@@ -279,7 +279,7 @@ class ModelLoader:
         count = self._spec.moe.num_experts
         layer = LayerExperts(count, self._expert_shape(), self._device)
         layer.open(count)
-        read = self._expert_reader(prefix)
+        read = expert_reader(self._checkpoint, prefix, self._spec)
         for expert in range(count):
             layer.put_slot(expert, *read(expert))
         return GroupedExperts(layer, self._store.products, count)
@@ -297,25 +297,10 @@ class ModelLoader:
         count, width = moe.num_experts, moe.expert_dim
         gate_up = torch.empty(count, 2 * width, hidden, dtype=self._dtype, device=self._device)
         down = torch.empty(count, hidden, width, dtype=self._dtype, device=self._device)
-        read = self._expert_reader(prefix)
+        read = expert_reader(self._checkpoint, prefix, self._spec)
         for expert in range(count):
             gate_up[expert], down[expert] = read(expert)
         return DenseExperts(gate_up, down, exact=self._exact, report=self._report)
-
-    def _expert_reader(self, prefix: str) -> _ReadExpert:
-        """Reads gate_up [2*I, H] and down [H, I] of an expert as stored, from fused or per-expert tensors."""
-        take = self._checkpoint.take
-        fused = names.fused_experts(prefix, self._spec)
-        if self._checkpoint.has(fused[0][0]):
-            gate_up, down = (self._checkpoint.take_each(*part) for part in fused)
-            return lambda expert: (gate_up(expert), down(expert))
-        gate_ups, downs = names.expert_parts(prefix, self._spec)
-
-        def read(expert: int) -> tuple[Tensor, Tensor]:
-            gate, up = (take(*part) for part in gate_ups[2 * expert : 2 * expert + 2])
-            return torch.cat((gate, up)), take(*downs[expert])
-
-        return read
 
     def _ple(self, prefix: str, index: int) -> PleLayer:
         spec, ple = self._spec, self._spec.ple
@@ -376,9 +361,6 @@ class ModelLoader:
 
     def _count(self, part: str, num_bytes: int) -> None:
         self._part_bytes[part] = self._part_bytes.get(part, 0) + num_bytes
-
-
-_ReadExpert = Callable[[int], tuple[Tensor, Tensor]]
 
 
 def _num_bytes(tensor: Tensor) -> int:

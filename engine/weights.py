@@ -6,18 +6,20 @@ Knows names and shapes, not layers and not files: values come from a TensorSourc
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Self
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, Self
 
 import torch
 from torch import Tensor
 
+import engine.tensor_names as names
 from engine.errors import WeightMismatch
 from engine.geometry import DRAFT_PREFIX
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from types import TracebackType
 
+    from engine.model_spec import ModelSpec
     from engine.sources.base import RowCodes, StoredRows, TensorSource
 
 _PREFIXES = ("model.language_model.", "model.")
@@ -167,6 +169,33 @@ class Checkpoint:
         found = self.shape(name)
         if found != shape:
             raise WeightMismatch(f"{name}: found shape {list(found)}, required {list(shape)}")
+
+
+class ExpertTensors(Protocol):
+    """What a reader of experts asks of a checkpoint; see Checkpoint."""
+
+    def has(self, name: str) -> bool: ...
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor: ...
+    def take_each(self, name: str, shape: tuple[int, ...]) -> Callable[[int], Tensor]: ...
+
+
+ReadExpert = Callable[[int], tuple[Tensor, Tensor]]
+"""An expert's number -> gate_up [2*I, H] and down [H, I] as stored."""
+
+
+def expert_reader(source: ExpertTensors, prefix: str, spec: ModelSpec) -> ReadExpert:
+    """Reads the experts whose names begin with `prefix` one by one, from fused or per-expert tensors."""
+    fused = names.fused_experts(prefix, spec)
+    if source.has(fused[0][0]):
+        fused_gate_up, fused_down = (source.take_each(*part) for part in fused)
+        return lambda expert: (fused_gate_up(expert), fused_down(expert))
+    gate_ups, downs = names.expert_parts(prefix, spec)
+
+    def read(expert: int) -> tuple[Tensor, Tensor]:
+        gate, up = (source.take(*part) for part in gate_ups[2 * expert : 2 * expert + 2])
+        return torch.cat((gate, up)), source.take(*downs[expert])
+
+    return read
 
 
 def _finite(name: str, tensor: Tensor) -> Tensor:

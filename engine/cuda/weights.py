@@ -23,6 +23,7 @@ from engine.layers.rotary import RotaryTable
 from engine.ple_table import stored_table
 from engine.state import key_capacity
 from engine.tensor_names import elsewhere
+from engine.weights import expert_reader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -317,26 +318,12 @@ class CudaLoader:
             ]
             yield from zip(*(_singly(part) for part in parts), strict=True)
             return
-        read = self._expert_reader(prefix)
+        read = expert_reader(self._source, prefix, self._spec)
         for first in range(0, count, _EXPERTS_AT_ONCE):
             run = [read(e) for e in range(first, min(first + _EXPERTS_AT_ONCE, count))]
             gate_up = self._pack_pairs(torch.stack([one[0] for one in run]))
             down = self._pack(torch.stack([one[1] for one in run]))
             yield from zip(_singly(gate_up), _singly(down), strict=True)
-
-    def _expert_reader(self, prefix: str) -> Callable[[int], tuple[Tensor, Tensor]]:
-        """Reads gate_up [2*I, H] and down [H, I] of an expert as stored, from fused or per-expert tensors."""
-        fused = names.fused_experts(prefix, self._spec)
-        if self._source.has(fused[0][0]):
-            gate_up, down = (self._source.take_each(*part) for part in fused)
-            return lambda expert: (gate_up(expert), down(expert))
-        gate_ups, downs = names.expert_parts(prefix, self._spec)
-
-        def read(expert: int) -> tuple[Tensor, Tensor]:
-            gate, up = (self._source.take(*part) for part in gate_ups[2 * expert : 2 * expert + 2])
-            return torch.cat((gate, up)), self._source.take(*downs[expert])
-
-        return read
 
     def _pack_pairs(self, gate_up: Tensor) -> Packed4:
         return self._pack(gate_up.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2))

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import socket
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -145,12 +146,8 @@ async def test_a_server_for_others_answers_to_any_name_unless_some_are_listed() 
 
 
 async def status_line(live: Live, data: bytes) -> bytes:
-    reader, writer = await asyncio.open_connection(*live.address)
-    try:
-        writer.write(data)
-        return await asyncio.wait_for(reader.readline(), 5.0)
-    finally:
-        writer.close()
+    """The first line of an answer, whose connection may stay open."""
+    return await answer_to(live, data, asyncio.StreamReader.readline)
 
 
 @pytest.mark.parametrize("bound_to", ["127.0.0.1", "0.0.0.0"])
@@ -187,10 +184,16 @@ async def test_headers_are_bounded() -> None:
 
 async def raw_answer(live: Live, data: bytes) -> bytes:
     """All that comes until the server closes the connection."""
+    return await answer_to(live, data, asyncio.StreamReader.read)
+
+
+async def answer_to(
+    live: Live, data: bytes, read: Callable[[asyncio.StreamReader], Awaitable[bytes]]
+) -> bytes:
     reader, writer = await asyncio.open_connection(*live.address)
     try:
         writer.write(data)
-        return await asyncio.wait_for(reader.read(), 5.0)
+        return await asyncio.wait_for(read(reader), 5.0)
     finally:
         writer.close()
 

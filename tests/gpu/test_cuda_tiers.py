@@ -224,6 +224,7 @@ class Layer:
 NEAR = [set[int](), {3}, {0, 4}, {1, 2, 4}, {0, 1, 2, 3}, set(range(5))]
 
 
+# Runs on a CPU too, under Triton's interpreter (TRITON_INTERPRET=1); compiled kernels need the device.
 @pytest.mark.skipif(DEVICE.type == "cuda" and not torch.cuda.is_available(), reason="no device")
 @pytest.mark.parametrize("near", NEAR, ids=str)
 def test_a_layer_gives_the_same_bits_wherever_its_experts_lie(

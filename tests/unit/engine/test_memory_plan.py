@@ -224,13 +224,17 @@ def test_the_sum_of_the_plan_is_what_is_held_for_any_geometry(
     engine.close()
 
 
-@pytest.mark.parametrize("direction", [1, -1], ids=["too large", "too small"])
-def test_a_start_that_takes_other_than_planned_is_refused(direction: int) -> None:
-    """One term is wrong by 65 MiB: an error that tightens the budget is as bad as one that breaks it."""
-    line = PlanLine(name="weights", num_bytes=(100 + 65 * direction) * MIB, step=Step.WEIGHTS)
+@pytest.mark.parametrize("off_mib", [65, 3, -3, -65])
+def test_a_start_that_takes_other_than_planned_is_refused(off_mib: int) -> None:
+    """An error that tightens the budget is as bad as one that breaks it."""
+    line = PlanLine(name="weights", num_bytes=(100 + off_mib) * MIB, step=Step.WEIGHTS)
     marks = StartupMarks(MemoryPlan(lines=(line,)))
     held = torch.empty(100 * MIB, dtype=torch.uint8)
-    with pytest.raises(PlanMismatch, match=r"weights.* MiB were planned but 100.0 MiB are taken"):
+    allowed = max(1.0, 0.02 * (100 + off_mib))
+    with pytest.raises(
+        PlanMismatch,
+        match=rf"weights.* MiB were planned but 100.0 MiB are taken; .* difference of {allowed:.1f} MiB",
+    ):
         marks.reach(Step.WEIGHTS)
     assert held.numel()
 
@@ -242,16 +246,6 @@ def test_a_checkpoint_may_be_off_by_two_percent_and_by_64_mib(
     planned_mib: int, allowed_mib: int
 ) -> None:
     assert allowed_bytes(planned_mib * MIB) == allowed_mib * MIB
-
-
-@pytest.mark.parametrize("direction", [1, -1], ids=["too large", "too small"])
-def test_three_percent_of_a_small_plan_are_too_much(direction: int) -> None:
-    line = PlanLine(name="weights", num_bytes=(100 + 3 * direction) * MIB, step=Step.WEIGHTS)
-    marks = StartupMarks(MemoryPlan(lines=(line,)))
-    held = torch.empty(100 * MIB, dtype=torch.uint8)
-    with pytest.raises(PlanMismatch, match=r"allowed is a difference of (2\.1|1\.9) MiB"):
-        marks.reach(Step.WEIGHTS)
-    assert held.numel()
 
 
 @pytest.mark.parametrize("kernels", ["compiled", "torch"])
