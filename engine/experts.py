@@ -37,6 +37,12 @@ class ExpertWeights:
         """Bytes of both."""
         return (self.gate_up.numel() + self.down.numel()) * self.down.element_size()
 
+    def on(self, device: torch.device) -> ExpertWeights:
+        """Themselves if they lie there, else copies."""
+        return ExpertWeights(
+            self.gate_up.to(device, non_blocking=True), self.down.to(device, non_blocking=True)
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertShape:
@@ -219,12 +225,13 @@ class LayerExperts:
         self._admits = self.num_free > 0
         return self._slots[self._num_taken - 1]
 
-    def samples(self) -> list[ExpertWeights]:
-        """One expert's weights of each place that is in use."""
+    def samples(self, *, are_fetched: bool) -> list[ExpertWeights]:
+        """One expert's weights of each place where they are used. are_fetched: all on the layer's device."""
         held = [
             next((w for w in tier if w is not None), None) for tier in (self._slots, self._in_host)
         ]
-        return [weights for weights in held if weights is not None]
+        found = [weights for weights in held if weights is not None]
+        return [weights.on(self._device) for weights in found] if are_fetched else found
 
     def faults(self) -> list[str]:
         """What stands in the way of using this layer: nothing, or one sentence for each fault."""
@@ -329,11 +336,7 @@ class _Job:
 
     def fetched(self, device: torch.device) -> _Job:
         """The same with the weights copied to a device."""
-        weights = ExpertWeights(
-            self.weights.gate_up.to(device, non_blocking=True),
-            self.weights.down.to(device, non_blocking=True),
-        )
-        return _Job(weights, self.at)
+        return _Job(self.weights.on(device), self.at)
 
 
 class ExpertStore:
@@ -364,7 +367,7 @@ class ExpertStore:
         """Choose how experts are computed, wherever they lie. Raises ExpertsNotReady if some cannot be."""
         self.hits_ready()
         for layer in self.layers:
-            for weights in layer.samples():
+            for weights in layer.samples(are_fetched=self.products.exact):
                 self.products.prepare(weights)
 
     def hits_ready(self) -> bool:

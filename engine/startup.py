@@ -47,7 +47,7 @@ class StartupMarks:
     plan: MemoryPlan
     marks: list[Mark] = field(default_factory=list[Mark])
     taken_bytes: int = 0
-    _base_bytes: int = field(default_factory=lambda: held_bytes())
+    _base_bytes: int = field(default_factory=lambda: _settled_bytes())
     _passing_bytes: int = 0
 
     def reach(self, step: Step, *, passing_bytes: int = 0) -> None:
@@ -99,6 +99,12 @@ def held_bytes() -> int:
             elif thing.dtype.is_floating_point:
                 in_files.add((thing.data_ptr(), thing.numel() * thing.element_size()))
     return sum(storages.values()) + _union(in_files) + packed + _device_bytes()
+
+
+def _settled_bytes() -> int:
+    """`held_bytes` without what only cycles of references keep, an engine that failed say: it may go at any time."""
+    gc.collect()
+    return held_bytes()
 
 
 def _union(ranges: Iterable[tuple[int, int]]) -> int:

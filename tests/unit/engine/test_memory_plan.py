@@ -239,6 +239,19 @@ def test_a_start_that_takes_other_than_planned_is_refused(off_mib: int) -> None:
     assert held.numel()
 
 
+def test_what_an_earlier_start_left_in_a_cycle_is_not_taken_for_this_ones() -> None:
+    gc.disable()
+    try:
+        left: list[object] = [torch.empty(100 * MIB, dtype=torch.uint8)]
+        left.append(left)
+        del left
+        marks = StartupMarks(MemoryPlan(lines=()))
+        gc.collect()
+        marks.reach(Step.WEIGHTS)
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize(
     ("planned_mib", "allowed_mib"), [(1, 1), (50, 1), (100, 2), (3200, 64), (80_000, 64)]
 )
