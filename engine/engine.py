@@ -42,6 +42,7 @@ from engine.sampling import PickRow, TokenHistory, row_logprobs
 from engine.stage_wire import BeginSlot, ClearSlot
 from engine.stages import StagedTrunk
 from engine.state import KeptRows, Rows, SlotState
+from engine.steps import WindowWork
 
 if TYPE_CHECKING:
     from engine.experts import ExpertStore
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from engine.sampling import RowPicker
     from engine.stages import Stages
     from engine.startup import StartupMarks
-    from engine.steps import DraftChain, DraftSteps, TrunkSteps
+    from engine.steps import DraftChain, DraftSteps, TrunkSteps, WholeWindow
 
 
 @dataclass(slots=True)
@@ -73,6 +74,8 @@ class SlotSequence:
     num_computed: int = 0
     num_output: int = 0
     num_draft_cells: int = 0
+    is_plain: bool = False
+    """A WholeWindow may run it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,9 +166,11 @@ class TorchEngine:
         parked: ParkedStates,
         files: ParkedFiles | None,
         stages: Stages | None = None,
+        whole: WholeWindow | None = None,
     ) -> None:
         """chain: drafts whole chains where it can; without it every draft is picked by `picker`.
 
+        whole: runs windows in one go where it can; without it they are put together of the other parts.
         stages: the others, if the model's layers are spread over several; then `trunk` is a StagedTrunk.
         """
         self._spec = spec
@@ -179,6 +184,7 @@ class TorchEngine:
         self._parked = parked
         self._files = files
         self._stages = stages
+        self._whole = whole
         self._info = replace(
             info,
             page_bytes=parked.page_bytes + (0 if stages is None else stages.page_bytes),
@@ -251,9 +257,61 @@ class TorchEngine:
             marks.reach(step, passing_bytes=count_allocations(run).peak_bytes)
         self._slots[0] = None
 
-    @torch.inference_mode()
     def run_window(self, plan: WindowPlan) -> WindowResult:
         """Run one window. Raises PlanError, before anything is run, for a plan that contradicts the slots' state."""
+        if self._whole is not None and _only_decodes(plan):
+            self._check_decodes(plan.decodes)
+            if all([self._is_plain(step.slot) for step in plan.decodes]):  # noqa: C419
+                return self._run_whole(plan.decodes, self._whole)
+        return self._run_parts(plan)
+
+    def _is_plain(self, slot: int) -> bool:
+        """Whether a WholeWindow can run the slot's sequence."""
+        sequence = self._sequence(slot)
+        return sequence.is_plain and sequence.num_output >= sequence.params.min_tokens
+
+    def _run_whole(self, steps: Sequence[DecodeStep], whole: WholeWindow) -> WindowResult:
+        tokens: list[SlotTokens] = []
+        failures: list[SlotFailure] = []
+        works = [self._work(step) for step in steps]
+        yields, draft_s, verify_s = whole.run(works)
+        for step, found in zip(steps, yields, strict=True):
+            slot = step.slot
+            sequence = self._sequence(slot)
+            if sequence.uses_drafts:
+                sequence.num_draft_cells = sequence.num_computed
+            if found.token_ids is None:
+                failures.append(self._not_finite(slot))
+                continue
+            num_tokens = len(found.token_ids)
+            sequence.ids += found.token_ids
+            sequence.num_output += num_tokens
+            sequence.num_computed += num_tokens
+            tokens.append(
+                SlotTokens(
+                    slot=slot,
+                    token_ids=found.token_ids,
+                    num_drafted=found.num_drafted,
+                    num_accepted=found.num_accepted,
+                    logprobs=None,
+                )
+            )
+        return WindowResult(
+            tokens=tuple(tokens),
+            failures=tuple(failures),
+            times=WindowTimes(prefill_s=0.0, draft_s=draft_s, verify_s=verify_s),
+            files=self._finish_files(wait=False),
+        )
+
+    def _work(self, step: DecodeStep) -> WindowWork:
+        self._parked.wait(step.slot)
+        sequence = self._sequence(step.slot)
+        computed = sequence.num_computed
+        pending = computed - sequence.num_draft_cells if sequence.uses_drafts else None
+        return WindowWork(step, sequence.ids, computed, pending)
+
+    @torch.inference_mode()
+    def _run_parts(self, plan: WindowPlan) -> WindowResult:
         flight = self._flight
         if flying := named_slots(plan).intersection(flight.slots):
             raise PlanError(f"slots {sorted(flying)}: work is planned while they are in flight")
@@ -297,13 +355,17 @@ class TorchEngine:
         self._check_parking(plan)
         for start in plan.starts:
             self._check_start(start)
-        used = [work.slot for work in (*plan.chunks, *plan.decodes)]
-        if len(set(used)) != len(used):
-            raise PlanError(f"a slot has two kinds of work in one plan: slots {used}")
+        _check_distinct([work.slot for work in (*plan.chunks, *plan.decodes)])
         for chunk in plan.chunks:
             self._check_chunk(chunk, starting)
         for step in plan.decodes:
             self._check_decode(step, starting)
+
+    def _check_decodes(self, steps: Sequence[DecodeStep]) -> None:
+        """Of a plan with nothing else."""
+        _check_distinct([step.slot for step in steps])
+        for step in steps:
+            self._check_decode(step, {})
 
     def _check_slot(self, slot: int) -> None:
         if not 0 <= slot < self._info.num_slots:
@@ -457,6 +519,13 @@ class TorchEngine:
             stop_ids=frozenset(params.stop_token_ids),
         )
         self._constrain(sequence)
+        if self._whole is not None:
+            sequence.is_plain = (
+                sequence.constraint is None
+                and sequence.failure is None
+                and params.top_logprobs is None
+            )
+            self._whole.seat(start.slot, params, history)
         self._slots[start.slot] = sequence
         self._parked.wait(start.slot)
         if start.resume is None:
@@ -912,6 +981,26 @@ class TorchEngine:
     def draft(self, steps: Sequence[DecodeStep]) -> dict[int, list[Draft]]:
         """Draft as a window would, for slots whose last id is not computed yet; nothing is verified."""
         return self._draft(steps)
+
+
+def _check_distinct(slots: Sequence[int]) -> None:
+    if len(set(slots)) != len(slots):
+        raise PlanError(f"a slot has two kinds of work in one plan: slots {slots}")
+
+
+def _only_decodes(plan: WindowPlan) -> bool:
+    return bool(plan.decodes) and not (
+        plan.chunks
+        or plan.starts
+        or plan.suspends
+        or plan.saves
+        or plan.drop_page_ids
+        or plan.drop_checkpoint_ids
+        or plan.drop_file_ids
+        or plan.writes
+        or plan.reads
+        or plan.waits_for_files
+    )
 
 
 def _one_piece(slot: int, token_ids: Sequence[int], start: int) -> PrefillChunk:

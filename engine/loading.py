@@ -29,6 +29,7 @@ from engine.native.step import (
     planned_lines,
     uses_tiles,
 )
+from engine.native.window import NativeWindow
 from engine.parked import ParkedStates
 from engine.parked_files import FileLayout, FilesDirectory, ParkedFiles
 from engine.sampling import Picker
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
     from engine.experts import ExpertStore
     from engine.model_spec import ModelSpec
     from engine.sampling import RowPicker
-    from engine.steps import DraftChain, DraftSteps, PartSteps, TrunkSteps
+    from engine.steps import DraftChain, DraftSteps, PartSteps, TrunkSteps, WholeWindow
 
 _log = logging.getLogger("engine.startup")
 
@@ -70,6 +71,7 @@ class Loaded:
     trunk: TrunkSteps
     draft: DraftSteps | None
     chain: DraftChain | None = None
+    whole: WholeWindow | None = None
     picker: RowPicker
     experts: ExpertStore | None = None
     state: SlotState
@@ -242,6 +244,7 @@ def assemble(
         trunk=loaded.trunk,
         draft=loaded.draft,
         chain=loaded.chain,
+        whole=loaded.whole,
         experts=loaded.experts,
         state=loaded.state,
         picker=loaded.picker,
@@ -293,6 +296,7 @@ def _load_native_step(
         trunk=NativeTrunk(step),
         draft=NativeDraft(step) if plan.with_draft else None,
         chain=NativeChain(step, picker) if plan.with_draft else None,
+        whole=NativeWindow(step, picker) if NativeWindow.why_not(step) is None else None,
         picker=picker,
         state=state,
         kernels="compiled step, int8 products in AMX tiles" if tiles else "compiled step",

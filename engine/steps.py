@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -9,8 +10,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engine.interface import DecodeStep
-    from engine.sampling import PickRow, Picks
+    from engine.interface import DecodeStep, SamplingParams
+    from engine.sampling import PickRow, Picks, TokenHistory
     from engine.state import KeptRows, Rows, SlotState
 
 
@@ -85,6 +86,46 @@ class DraftSteps(Protocol):
     def draft(
         self, ids: Tensor, streams: Tensor, rows: Rows, last: Tensor, state: SlotState
     ) -> tuple[Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WindowWork:
+    """One slot's part of a window that is run in one go."""
+
+    step: DecodeStep
+    ids: Sequence[int]
+    """Every known id; the last one is not computed yet."""
+    num_computed: int
+    num_pending: int | None
+    """Positions before these whose draft-layer cells wait; None: the sequence never drafts."""
+
+
+@dataclass(frozen=True, slots=True)
+class WindowYield:
+    """What one slot's part yielded."""
+
+    token_ids: tuple[int, ...] | None
+    """Accepted drafts and the bonus, cut behind a stop id: committed, and counted in the sequence's history. None: the
+    logits are not finite numbers, and nothing was committed."""
+    num_drafted: int
+    num_accepted: int
+
+
+class WholeWindow(Protocol):
+    """Drafts, verifies, picks, accepts and commits in one go, for sequences whose picks depend on nothing but params
+    and history: no grammar, no thinking budget, no ban of stop ids, no log-probabilities to report.
+    """
+
+    def seat(self, slot: int, params: SamplingParams, history: TokenHistory | None) -> None:
+        """A sequence begins in a slot."""
+        ...
+
+    def run(self, works: Sequence[WindowWork]) -> tuple[list[WindowYield], float, float]:
+        """One window of these slots: what each yielded, and the seconds of drafting and of all else.
+
+        The same as the calls for its parts, to the bit.
+        """
+        ...
 
 
 class DraftChain(Protocol):

@@ -221,6 +221,34 @@ class Gate(Structure):
     _fields_ = (("min_p", c_double), ("stops", c_void_p), *_ints("num_stops max_drafts"))
 
 
+RECENT_IDS, MOST_ROWS, MOST_SLOTS = 16, 8, 8
+"""Of a seat: ids before a window, rows; seats of a call."""
+
+
+class Asked(Structure):
+    """What a slot's window begins with."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("num_computed", "num_pending", "max_drafts")),
+        ("ids", c_int64 * RECENT_IDS),
+    )
+
+
+class Found(Structure):
+    """What came of it."""
+
+    _fields_ = (
+        *_ints("num_drafted num_accepted is_finite num_tokens"),
+        ("tokens", c_int32 * MOST_ROWS),
+    )
+
+
+class Seat(Structure):
+    """A slot as a window in one call sees it."""
+
+    _fields_ = (("row", PickRow), ("gate", Gate), ("asked", Asked), ("found", Found))
+
+
 STAGES = ("start", "PLE", "GDN", "QSA", "MoE", "head")
 """What a probe tells apart: of a layer its n-gram embedding, its mixer and its experts, each with its residual."""
 
@@ -253,6 +281,10 @@ _CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
             *(POINTER(PickRow), POINTER(Gate), c_int, c_void_p, c_void_p),
         ),
     ),
+    "window": (
+        None,
+        (c_void_p, POINTER(Seat), c_void_p, c_int, c_int, c_int, *[c_void_p] * 3),
+    ),
 }
 
 
@@ -274,6 +306,7 @@ class Library:
     pick: Any
     draft: Any
     chain: Any
+    window: Any
 
     def __init__(self, file: Path) -> None:
         """Raises OSError for a file that the loader cannot load."""

@@ -102,6 +102,9 @@ typedef struct {
     int32_t kv_kind;
 } State;
 
+/* Most slots of a window. */
+#define MOST_SLOTS 8
+
 /* Rows of an expert that go through it together. */
 #define EXPERT_ROWS 24
 
@@ -120,8 +123,8 @@ typedef struct {
     double temperature, top_p, min_p;
     uint64_t seed;
     int64_t position;
-    const uint8_t *seen;   /* [vocab] ids of prompt and output; NULL: no penalties */
-    const float *counts;   /* [vocab] output ids */
+    uint8_t *seen;          /* [vocab] ids of prompt and output; NULL: no penalties */
+    float *counts;          /* [vocab] output ids */
     const uint8_t *allowed; /* [vocab] */
     const int32_t *bias_ids, *banned, *drafts;
     const float *biases;
@@ -143,7 +146,7 @@ typedef struct {
 typedef struct {
     float *streams, *normed, *mixed, *inject, *down, *wide, *projected, *mixer_out, *heads, *scores;
     float *expert_out, *route_weights, *head_out;
-    float *chain_logits, *chain_streams, *chain_work;
+    float *chain_logits, *chain_streams, *chain_work, *pick_work; /* the last: PICK_WORDS a thread */
     float *digits, *shared_digits; /* of a product's input and of the shared expert's hidden rows; NULL without tiles */
     int32_t *route_ids, *cells, *lists, *row_piece;
     int64_t per_thread; /* floats of scores each thread has */
@@ -179,6 +182,20 @@ enum { STAGE_START, STAGE_PLE, STAGE_GDN, STAGE_QSA, STAGE_MOE, STAGE_HEAD };
 
 EXPORT void stratagate_pick(const float *logits, int n, int num_ids, const PickRow *rows, int num_rows, float *work,
                             int32_t *ids, float *probabilities, uint8_t *finite);
+
+double now(void); /* seconds of a clock that never goes back */
+
+/* The calls of step.c for one that keeps the pool awake over several of them. */
+void trunk_rows(Step *step, const Piece *pieces, int num_pieces, int keeps_all, const int64_t *ids, int context,
+                RowsOf rows_of, float *streams);
+void logits_rows(Step *step, const float *streams, int num_rows, float *logits);
+void commit_rows(Step *step, const Kept *kept, int num_kept, const float *streams);
+void draft_cells(Step *step, const Piece *pieces, int num_pieces, const int64_t *ids, const float *streams);
+void chain_rows(Step *step, const Piece *pieces, int num_pieces, const int64_t *ids, const float *streams, PickRow *rows,
+                const Gate *gates, int num_ids, int32_t *drafts, float *probabilities);
+/* Whether a draft of this probability passes; no number passes as what is none. */
+int passes(const Gate *gate, float probability);
+int is_stop(const Gate *gate, int32_t id);
 
 Input residual_read(Step *step, const Residual *residual, const float *streams, int num_rows);
 void residual_write(Step *step, float *streams, const float *out, int num_rows);

@@ -31,7 +31,7 @@ static int64_t width_of(const Geometry *g) { return (int64_t)g->num_streams * g-
 /* Floats of every region of the scratch block, in the order of carving. */
 typedef struct {
     int64_t streams, normed, mixed, inject, down, wide, projected, mixer_out, heads, scores, expert_out, route_weights,
-        head_out, chain_logits, chain_streams, chain_work, digits, shared_digits, route_ids, cells, lists, row_piece;
+        head_out, chain_logits, chain_streams, chain_work, pick_work, digits, shared_digits, route_ids, cells, lists, row_piece;
 } Sizes;
 
 /* The most that any product's input takes. */
@@ -77,6 +77,7 @@ static Sizes sizes_of(const Model *model, int64_t rows, int64_t threads, int64_t
         .chain_logits = model->draft ? (int64_t)g->num_slots * g->vocab_size : 0,
         .chain_streams = model->draft ? g->num_slots * width : 0,
         .chain_work = model->draft ? PICK_WORDS(g->vocab_size) : 0,
+        .pick_work = threads * PICK_WORDS(g->vocab_size),
         .digits = g->tiles ? input_digits(g, rows, embed) : 0,
         .shared_digits = g->tiles ? digits_floats(rows, g->shared_dim) : 0,
         .route_ids = rows * g->num_active,
@@ -121,6 +122,7 @@ static void carve_all(Scratch *s, const Model *model, int max_rows, int num_thre
     s->chain_logits = carve(&block, n.chain_logits);
     s->chain_streams = carve(&block, n.chain_streams);
     s->chain_work = carve(&block, n.chain_work);
+    s->pick_work = carve(&block, n.pick_work);
     float *digits = carve(&block, n.digits), *shared_digits = carve(&block, n.shared_digits);
     s->digits = model->geometry.tiles ? digits : 0;
     s->shared_digits = model->geometry.tiles ? shared_digits : 0;
@@ -165,11 +167,6 @@ static void begin_rows(Step *step, const Piece *pieces, int num_pieces, int keep
     }
 }
 
-static void begin(Step *step, const Piece *pieces, int num_pieces, int keeps_all) {
-    begin_rows(step, pieces, num_pieces, keeps_all);
-    pool_wake(step->pool);
-}
-
 /* seconds [stages]: what each stage takes is added; routed [layers][experts]: rows that the trunk routes there. Either
  * may be NULL. Both are the caller's until the next probe. */
 EXPORT void stratagate_probe(Step *step, double *seconds, int64_t *routed) {
@@ -177,7 +174,7 @@ EXPORT void stratagate_probe(Step *step, double *seconds, int64_t *routed) {
     step->routed = routed;
 }
 
-static double now(void) {
+double now(void) {
     struct timespec time;
     clock_gettime(CLOCK_MONOTONIC, &time);
     return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
@@ -201,14 +198,12 @@ static void embed(const Model *model, float *out, int64_t id) {
     gather(out, model->embedding, model->embedding_scale, model->embedding_kind, id, model->geometry.hidden);
 }
 
-/* ids [R, context + 1], each row's id last, earlier ids before it -> streams [R, W] after the last layer. rows_of: see
- * model.h. */
-EXPORT void stratagate_trunk(Step *step, const Piece *pieces, int num_pieces, int keeps_all, const int64_t *ids,
-                             int context, RowsOf rows_of, float *streams) {
+void trunk_rows(Step *step, const Piece *pieces, int num_pieces, int keeps_all, const int64_t *ids, int context,
+                RowsOf rows_of, float *streams) {
     const Model *model = step->model;
     const Geometry *g = &model->geometry;
     stages_begin(step);
-    begin(step, pieces, num_pieces, keeps_all);
+    begin_rows(step, pieces, num_pieces, keeps_all);
     step->rows_of = rows_of;
     for (int row = 0; row < step->num_rows; row++) {
         float *to = streams + row * width_of(g);
@@ -237,19 +232,31 @@ EXPORT void stratagate_trunk(Step *step, const Piece *pieces, int num_pieces, in
         stage_ends(step, STAGE_MOE);
     }
     step->counted = 0; /* the draft layer's experts are not the trunk's */
+}
+
+/* ids [R, context + 1], each row's id last, earlier ids before it -> streams [R, W] after the last layer. rows_of: see
+ * model.h. */
+EXPORT void stratagate_trunk(Step *step, const Piece *pieces, int num_pieces, int keeps_all, const int64_t *ids,
+                             int context, RowsOf rows_of, float *streams) {
+    pool_wake(step->pool);
+    trunk_rows(step, pieces, num_pieces, keeps_all, ids, context, rows_of, streams);
     pool_rest(step->pool);
+}
+
+void logits_rows(Step *step, const float *streams, int num_rows, float *logits) {
+    const Model *model = step->model;
+    stages_begin(step);
+    Input input = residual_read(step, &model->final, streams, num_rows);
+    product(&step->machine, &model->head, input,
+            (Rows){logits, 0, model->geometry.vocab_size}, num_rows);
+    stage_ends(step, STAGE_HEAD);
 }
 
 /* streams [R, W] -> logits [R, vocab]. */
 EXPORT void stratagate_logits(Step *step, const float *streams, int num_rows, float *logits) {
-    const Model *model = step->model;
-    stages_begin(step);
     pool_wake(step->pool);
-    Input input = residual_read(step, &model->final, streams, num_rows);
-    product(&step->machine, &model->head, input,
-            (Rows){logits, 0, model->geometry.vocab_size}, num_rows);
+    logits_rows(step, streams, num_rows, logits);
     pool_rest(step->pool);
-    stage_ends(step, STAGE_HEAD);
 }
 
 static void commit_ple(const Step *step, int slot, int num_rows) {
@@ -265,12 +272,9 @@ static void commit_ple(const Step *step, int slot, int num_rows) {
     }
 }
 
-/* Keeps the first rows of slots' last windows in S and both convolution histories, and their streams [R, W] until the
- * draft layer's cells are made of them. */
-EXPORT void stratagate_commit(Step *step, const Kept *kept, int num_kept, const float *streams) {
+void commit_rows(Step *step, const Kept *kept, int num_kept, const float *streams) {
     const Geometry *g = &step->model->geometry;
     int64_t width = width_of(g);
-    pool_wake(step->pool);
     for (int i = 0; i < num_kept; i++) {
         int slot = kept[i].slot, count = kept[i].count;
         gdn_commit(step, slot, count);
@@ -279,6 +283,13 @@ EXPORT void stratagate_commit(Step *step, const Kept *kept, int num_kept, const 
             memcpy(step->state->pending + (int64_t)slot * g->window_rows * width, streams + kept[i].first * width,
                    (size_t)(count * width) * sizeof(float));
     }
+}
+
+/* Keeps the first rows of slots' last windows in S and both convolution histories, and their streams [R, W] until the
+ * draft layer's cells are made of them. */
+EXPORT void stratagate_commit(Step *step, const Kept *kept, int num_kept, const float *streams) {
+    pool_wake(step->pool);
+    commit_rows(step, kept, num_kept, streams);
     pool_rest(step->pool);
 }
 
@@ -311,16 +322,21 @@ static void draft_input(Step *step, const int64_t *ids, const float *streams) {
 }
 
 /* Writes the draft layer's cells of the rows. ids [R]: at the rows' positions + 1; streams [R, W]: the trunk's. */
-static void draft_cells(Step *step, const int64_t *ids, const float *streams) {
+static void write_cells(Step *step, const int64_t *ids, const float *streams) {
     draft_input(step, ids, streams);
     Input input = residual_read(step, &step->model->draft->mixer_residual, step->scratch.streams, step->num_rows);
     qsa_project(step, step->model->draft->qsa, input);
 }
 
+void draft_cells(Step *step, const Piece *pieces, int num_pieces, const int64_t *ids, const float *streams) {
+    begin_rows(step, pieces, num_pieces, 1);
+    write_cells(step, ids, streams);
+}
+
 EXPORT void stratagate_draft_cells(Step *step, const Piece *pieces, int num_pieces, const int64_t *ids,
                                    const float *streams) {
-    begin(step, pieces, num_pieces, 1);
-    draft_cells(step, ids, streams);
+    pool_wake(step->pool);
+    draft_cells(step, pieces, num_pieces, ids, streams);
     pool_rest(step->pool);
 }
 
@@ -334,7 +350,7 @@ static void draft_rows(Step *step, const int64_t *ids, const float *streams, flo
     int64_t width = width_of(g);
     int num_pieces = step->num_pieces;
     int32_t last[num_pieces];
-    draft_cells(step, ids, streams);
+    write_cells(step, ids, streams);
     for (int i = 0; i < num_pieces; i++) {
         last[i] = step->pieces[i].first + step->pieces[i].count - 1;
         memcpy(out + i * width, scratch->streams + last[i] * width, (size_t)width * sizeof(float));
@@ -351,25 +367,23 @@ static void draft_rows(Step *step, const int64_t *ids, const float *streams, flo
 
 EXPORT void stratagate_draft(Step *step, const Piece *pieces, int num_pieces, const int64_t *ids, const float *streams,
                              float *logits, float *out) {
-    begin(step, pieces, num_pieces, 1);
+    pool_wake(step->pool);
+    begin_rows(step, pieces, num_pieces, 1);
     draft_rows(step, ids, streams, logits, out);
     pool_rest(step->pool);
 }
 
-/* Whether the draft passes its gate, and, if it does, whether the chain may go on behind it. */
-static int passes(const Gate *gate, float probability) { return (double)probability >= gate->min_p; }
+int passes(const Gate *gate, float probability) { return (double)probability >= gate->min_p; }
 
-static int may_go_on(const Gate *gate, int32_t id, int length) {
+int is_stop(const Gate *gate, int32_t id) {
     for (int i = 0; i < gate->num_stops; i++)
         if (gate->stops[i] == id)
-            return 0;
-    return length < gate->max_drafts;
+            return 1;
+    return 0;
 }
 
-/* Chains of drafts, each as long as its gate lets it: ids and probabilities [B, window_rows - 1]; where a chain has
- * ended the probability is -1. ids [R] and streams [R, W] as for a draft; rows: the first picks, which are changed. */
-EXPORT void stratagate_chain(Step *step, const Piece *pieces, int num_pieces, const int64_t *ids, const float *streams,
-                             PickRow *rows, const Gate *gates, int num_ids, int32_t *drafts, float *probabilities) {
+void chain_rows(Step *step, const Piece *pieces, int num_pieces, const int64_t *ids, const float *streams, PickRow *rows,
+                const Gate *gates, int num_ids, int32_t *drafts, float *probabilities) {
     const Geometry *g = &step->model->geometry;
     Scratch *scratch = &step->scratch;
     int64_t width = width_of(g), next_ids[num_pieces];
@@ -382,7 +396,7 @@ EXPORT void stratagate_chain(Step *step, const Piece *pieces, int num_pieces, co
         for (int j = 0; j < most; j++)
             probabilities[i * most + j] = -1.0f;
     }
-    begin(step, pieces, num_pieces, 1);
+    begin_rows(step, pieces, num_pieces, 1);
     for (int depth = 0; active > 0; depth++) {
         draft_rows(step, ids, streams, scratch->chain_logits, scratch->chain_streams);
         int kept = 0;
@@ -396,7 +410,7 @@ EXPORT void stratagate_chain(Step *step, const Piece *pieces, int num_pieces, co
                             scratch->chain_work, id, probability, &finite);
             row->position++;
             row->num_drafts++;
-            if (!passes(&gates[c], *probability) || !may_go_on(&gates[c], *id, depth + 1))
+            if (!passes(&gates[c], *probability) || is_stop(&gates[c], *id) || depth + 1 >= gates[c].max_drafts)
                 continue;
             memmove(scratch->chain_streams + kept * width, scratch->chain_streams + i * width,
                     (size_t)width * sizeof(float));
@@ -410,5 +424,13 @@ EXPORT void stratagate_chain(Step *step, const Piece *pieces, int num_pieces, co
         ids = next_ids;
         streams = scratch->chain_streams;
     }
+}
+
+/* Chains of drafts, each as long as its gate lets it: ids and probabilities [B, window_rows - 1]; where a chain has
+ * ended the probability is -1. ids [R] and streams [R, W] as for a draft; rows: the first picks, which are changed. */
+EXPORT void stratagate_chain(Step *step, const Piece *pieces, int num_pieces, const int64_t *ids, const float *streams,
+                             PickRow *rows, const Gate *gates, int num_ids, int32_t *drafts, float *probabilities) {
+    pool_wake(step->pool);
+    chain_rows(step, pieces, num_pieces, ids, streams, rows, gates, num_ids, drafts, probabilities);
     pool_rest(step->pool);
 }

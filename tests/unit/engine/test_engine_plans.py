@@ -107,6 +107,8 @@ def test_only_the_slot_whose_logits_are_not_finite_fails(
         logits[0, 3] = float("nan")
         return logits
 
+    # Windows in one call: test_native_windows.py.
+    monkeypatch.setattr(TorchEngine, "_is_plain", lambda *_: False)
     monkeypatch.setattr(type(engine._trunk), "logits", lambda _, streams: poisoned(streams))
     result = engine.run_window(WindowPlan(decodes=(decode(0), decode(1))))
     assert [failure.slot for failure in result.failures] == [0]

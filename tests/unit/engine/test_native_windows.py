@@ -1,4 +1,4 @@
-"""Windows of the compiled step: a chain in one call is that of single drafts, and nothing is allocated."""
+"""Windows of the compiled step: one call for all is the same as calls for the parts, and nothing is allocated."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ import pytest
 from engine.config import EngineConfig
 from engine.engine import Draft, TorchEngine
 from engine.instruments import count_allocations
-from engine.interface import DecodeStep, PrefillChunk, SamplingParams, SlotStart, WindowPlan
+from engine.interface import (
+    DecodeStep,
+    PrefillChunk,
+    SamplingParams,
+    SlotStart,
+    SlotTokens,
+    WindowPlan,
+    WindowResult,
+    WindowTimes,
+)
 from engine.loading import load_engine
 from engine.native.step import NativeChain
 from tests.random_weights import SMALL, write_checkpoint
@@ -30,7 +39,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("windows") / "small", SMALL)
 
 
-def seated(checkpoint: Path, params: Sequence[SamplingParams]) -> TorchEngine:
+def seated(
+    checkpoint: Path, params: Sequence[SamplingParams], uses_drafts: Sequence[bool] = (True,) * 4
+) -> TorchEngine:
     """An engine whose slots have read a prompt and picked their first token."""
     config = EngineConfig(
         model=str(checkpoint), device="cpu", threads=1, max_context=160, kernels="compiled"
@@ -38,7 +49,10 @@ def seated(checkpoint: Path, params: Sequence[SamplingParams]) -> TorchEngine:
     engine = load_engine(config)
     engine.run_window(
         WindowPlan(
-            starts=tuple(SlotStart(slot=s, sampling=p) for s, p in enumerate(params)),
+            starts=tuple(
+                SlotStart(slot=s, sampling=p, uses_drafts=uses_drafts[s])
+                for s, p in enumerate(params)
+            ),
             chunks=tuple(
                 PrefillChunk(slot=s, token_ids=tuple(PROMPTS[s]), start=0, is_last=True)
                 for s in range(len(params))
@@ -48,8 +62,8 @@ def seated(checkpoint: Path, params: Sequence[SamplingParams]) -> TorchEngine:
     return engine
 
 
-def decode(engine: TorchEngine, steps: Sequence[DecodeStep]) -> None:
-    engine.run_window(WindowPlan(decodes=tuple(steps)))
+def decode(engine: TorchEngine, steps: Sequence[DecodeStep]) -> WindowResult:
+    return engine.run_window(WindowPlan(decodes=tuple(steps)))
 
 
 def chains(
@@ -86,6 +100,80 @@ def test_a_chain_ends_behind_a_stop_id(checkpoint: Path) -> None:
     assert whole[0].token_id != stop
     stopping = replace(SAMPLED, stop_token_ids=(stop,))
     assert chains(checkpoint, [stopping], steps, num_windows=0)[0] == whole[:2]
+
+
+STOPPING = replace(SAMPLED, stop_token_ids=tuple(range(0, 250, 5)))
+LOGPROBS = replace(SAMPLED, top_logprobs=2)
+
+
+def outcome(checkpoint: Path, params: Sequence[SamplingParams]) -> list[WindowResult]:
+    """Windows of changing depths and slots, without their times."""
+    engine = seated(checkpoint, params)
+    results: list[WindowResult] = []
+    for number in range(9):
+        steps = [
+            DecodeStep(slot=slot, max_draft=(number + 2 * slot) % 5, spec_min_p=0.01 * (slot % 2))
+            for slot in range(len(params))
+            if (number + slot) % 4
+        ]
+        result = decode(engine, steps)
+        results.append(replace(result, times=WindowTimes(prefill_s=0, draft_s=0, verify_s=0)))
+    return results
+
+
+def by_slot(results: Sequence[WindowResult]) -> list[list[SlotTokens]]:
+    return [sorted(result.tokens, key=lambda tokens: tokens.slot) for result in results]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        [GREEDY],
+        [GREEDY, SAMPLED, PENALIZED, BIASED],
+        [STOPPING, PENALIZED],
+        [replace(PENALIZED, stop_token_ids=(3,), min_tokens=9), STOPPING],
+        [LOGPROBS, GREEDY],
+    ],
+    ids=["one", "four", "stops", "min_tokens", "logprobs"],
+)
+def test_a_window_in_one_call_is_that_of_its_parts(
+    checkpoint: Path, params: list[SamplingParams], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_one = outcome(checkpoint, params)
+    monkeypatch.setattr(TorchEngine, "_is_plain", lambda *_: False)
+    in_parts = outcome(checkpoint, params)
+    assert by_slot(in_one) == by_slot(in_parts)
+    assert any(tokens.num_drafted for result in in_one for tokens in result.tokens)
+    # With one slot these random weights never draft what they pick.
+    accepted = any(tokens.num_accepted for result in in_one for tokens in result.tokens)
+    assert accepted or len(params) == 1
+
+
+def test_slots_without_drafts_share_a_window_with_others(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tokens() -> list[list[SlotTokens]]:
+        engine = seated(checkpoint, [SAMPLED, PENALIZED], uses_drafts=(False, True))
+        steps = [
+            DecodeStep(slot=0, max_draft=0, spec_min_p=0.0),
+            DecodeStep(slot=1, max_draft=3, spec_min_p=0.0),
+        ]
+        return by_slot([decode(engine, steps) for _ in range(4)])
+
+    in_one = tokens()
+    monkeypatch.setattr(TorchEngine, "_is_plain", lambda *_: False)
+    assert in_one == tokens()
+
+
+def test_what_is_not_finite_fails_its_slot_alone(checkpoint: Path) -> None:
+    engine = seated(checkpoint, [SAMPLED, PENALIZED])
+    steps = [DecodeStep(slot=slot, max_draft=2, spec_min_p=0.0) for slot in (0, 1)]
+    engine.state.s[:, 0] = float("nan")
+    result = decode(engine, steps)
+    assert [failure.slot for failure in result.failures] == [0]
+    assert [tokens.slot for tokens in result.tokens] == [1]
+    alone = decode(seated(checkpoint, [SAMPLED, PENALIZED]), steps[1:])
+    assert result.tokens == alone.tokens
 
 
 @pytest.mark.parametrize("max_draft", [0, 4])
