@@ -285,7 +285,7 @@ def parts(bench: Bench, rows: int) -> list[dict[str, Any]]:
 
     def routers() -> None:
         for layer in model.layers:
-            route(product(mixed, layer.moe.head, b.moe.head[:rows], b.products), b.moe, spec.moe)
+            route(mixed, layer.moe, b.moe, spec.moe)
 
     def experts() -> None:
         for layer in model.layers:

@@ -41,9 +41,16 @@ _FETCH_LINES = 256
 
 @triton.jit
 def _mix(
-    up, normed, out, H: tl.constexpr, S: tl.constexpr, BH: tl.constexpr, OVERLAP: tl.constexpr
+    up,
+    normed,
+    scale,
+    out,
+    H: tl.constexpr,
+    S: tl.constexpr,
+    BH: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """Grid (rows, tiles of columns): out [T, H] = sum over streams of sigmoid(up) * normed, both [T, S*H]."""
+    """Grid (rows, tiles of columns): out [T, H] = sum over streams of sigmoid(up) * normed * scale, each [T, S*H]."""
     row = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BH + tl.arange(0, BH)
     wait(OVERLAP)
@@ -51,18 +58,20 @@ def _mix(
     for s in tl.static_range(S):
         at = row * (S * H) + s * H + h
         gate = sigmoid(tl.load(up + at, mask=h < H, other=0.0).to(tl.float32))
-        total += gate * tl.load(normed + at, mask=h < H, other=0.0).to(tl.float32)
+        value = tl.load(normed + at, mask=h < H, other=0.0).to(tl.float32)
+        total += gate * value * tl.load(scale + s * H + h, mask=h < H, other=0.0)
     tl.store(out + row * H + h, total, mask=h < H)
 
 
-def mix_streams(up: Tensor, normed: Tensor, num_streams: int) -> Tensor:
-    """up, normed bf16 [T, S*H] -> bf16 [T, H]."""
+def mix_streams(up: Tensor, normed: Tensor, scale: Tensor, num_streams: int) -> Tensor:
+    """up, normed bf16 [T, S*H], scale fp32 [S*H] -> bf16 [T, H]."""
     num_rows, width = normed.shape
     hidden = width // num_streams
     out = normed.new_empty(num_rows, hidden)
     _mix[(num_rows, triton.cdiv(hidden, 1024))](
         up,
         normed,
+        scale,
         out,
         H=hidden,
         S=num_streams,

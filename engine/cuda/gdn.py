@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.cuda.language import tl, triton
-from engine.cuda.primitives import LAUNCH, sigmoid, wait
+from engine.cuda.primitives import LAUNCH, early, sigmoid, start, wait
 
 GATE_ROWS = 64
 """Most rows whose output is normed and gated head by head."""
@@ -76,6 +76,7 @@ def _heads(
     Keeps the rows' convolution inputs; a value head also gives its gates fp32 [R, V, 2]: decay factor and beta. With
     CHUNK it keeps nothing and gives the decay's logarithm.
     """
+    start(OVERLAP)
     row = tl.program_id(0) * BT + tl.arange(0, BT)
     head = tl.program_id(1)
     ROW: tl.constexpr = C + V * DV + 2 * V
@@ -84,18 +85,24 @@ def _heads(
     channel = tl.where(is_key, head * DK, 2 * K * DK + (head - 2 * K) * DV) + i
     in_row = row < R
     inside = in_row[:, None] & (i < tl.where(is_key, DK, DV))[None, :]
-    wait(OVERLAP)
-    slot = tl.load(row_slots + row, mask=in_row, other=0).to(tl.int64)
-    j = (row - tl.load(starts + row, mask=in_row, other=0))[:, None]
+    slot = early(row_slots + row, in_row, 0).to(tl.int64)
+    j = (row - early(starts + row, in_row, 0))[:, None]
     own = projected + row[:, None] * ROW + channel[None, :]
     past = history + (slot * ((WIDTH - 1 + ROWS) * C))[:, None] + channel[None, :]
+    in_head = i < tl.where(is_key, DK, DV)
     total = tl.zeros([BT, P], tl.float32)
+    # Taps before the window come first: the history is what was kept of the window before. This window's rows are
+    # written behind it.
+    for tap in tl.static_range(WIDTH - 1):
+        old = early(past + (j + tap) * C, inside & (j + tap < WIDTH - 1), 0.0)
+        factor = tl.load(conv + tap * C + channel, mask=in_head, other=0.0)
+        total += old.to(tl.float32) * factor.to(tl.float32)[None, :]
+    wait(OVERLAP)
     for tap in tl.static_range(WIDTH):
         back = tap - (WIDTH - 1)
-        old = tl.load(past + (j + tap) * C, mask=inside & (j + back < 0), other=0.0)
         new = tl.load(own + back * ROW, mask=inside & (j + back >= 0), other=0.0)
-        factor = tl.load(conv + tap * C + channel, mask=i < tl.where(is_key, DK, DV), other=0.0)
-        total += (old.to(tl.float32) + new.to(tl.float32)) * factor.to(tl.float32)[None, :]
+        factor = tl.load(conv + tap * C + channel, mask=in_head, other=0.0)
+        total += new.to(tl.float32) * factor.to(tl.float32)[None, :]
         if back == 0 and not CHUNK:
             tl.store(past + (WIDTH - 1 + j) * C, new, mask=inside)
     total = total.to(tl.bfloat16).to(tl.float32)
@@ -143,27 +150,30 @@ def _steps(
     """
     place = tl.program_id(0)
     head = tl.program_id(1)
-    KEYS: tl.constexpr = V // REPEAT * DK
     ik = tl.arange(0, PK)
     iv = tl.program_id(2) * BV + tl.arange(0, BV)
     in_k = ik < DK
     in_v = iv < DV
     both = in_k[:, None] & in_v[None, :]
+    count = early(counts + place, True, 0)
+    slot = early(slots + place, True, 0).to(tl.int64)
+    first = early(firsts + place, True, 0)
+    # S is what was kept of the window before: `_heads`, which lets this kernel start, and the product before that leave
+    # it alone. No other program has these columns.
+    own_s = s + (slot * V + head) * (DK * DV) + ik[:, None] * DV + iv[None, :]
+    state = early(own_s, both & (count > 0), 0.0)
     wait(OVERLAP)
-    count = tl.load(counts + place)
     if count > 0:
-        slot = tl.load(slots + place).to(tl.int64)
-        first = tl.load(firsts + place)
-        own_s = s + (slot * V + head) * (DK * DV) + ik[:, None] * DV + iv[None, :]
-        state = tl.load(own_s, mask=both, other=0.0)
+        q, k, v, factor, beta = _row(
+            qkv, gates, first, head, ik, iv, in_k, in_v, V, REPEAT, DK, DV, C
+        )
         for j in range(count):
             row = first + j
-            q_at = qkv + row * C + head // REPEAT * DK
-            k = tl.load(q_at + KEYS + ik, mask=in_k, other=0.0)
-            q = tl.load(q_at + ik, mask=in_k, other=0.0)
-            v = tl.load(qkv + row * C + 2 * KEYS + head * DV + iv, mask=in_v, other=0.0)
-            factor = tl.load(gates + (row * V + head) * 2)
-            beta = tl.load(gates + (row * V + head) * 2 + 1)
+            # The next row is on its way meanwhile; after the last one, the last again.
+            following = tl.minimum(row + 1, first + count - 1)
+            next_q, next_k, next_v, next_factor, next_beta = _row(
+                qkv, gates, following, head, ik, iv, in_k, in_v, V, REPEAT, DK, DV, C
+            )
             state = state * factor
             read = tl.sum(state * k[:, None], 0)
             old = tl.sum(state * q[:, None], 0)
@@ -180,6 +190,33 @@ def _steps(
                 if tl.program_id(2) == 0:
                     tl.store(replay_k + kept * DK + ik, k, mask=in_k)
                     tl.store(replay_factor + kept, factor)
+            q, k, v, factor, beta = next_q, next_k, next_v, next_factor, next_beta
+
+
+@triton.jit
+def _row(
+    qkv,
+    gates,
+    row,
+    head,
+    ik,
+    iv,
+    in_k,
+    in_v,
+    V: tl.constexpr,
+    REPEAT: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    C: tl.constexpr,
+):
+    """q, k [PK], v [BV], decay factor and beta of one row and value head."""
+    KEYS: tl.constexpr = V // REPEAT * DK
+    at = qkv + row * C + head // REPEAT * DK
+    q = tl.load(at + ik, mask=in_k, other=0.0)
+    k = tl.load(at + KEYS + ik, mask=in_k, other=0.0)
+    v = tl.load(qkv + row * C + 2 * KEYS + head * DV + iv, mask=in_v, other=0.0)
+    own = gates + (row * V + head) * 2
+    return q, k, v, tl.load(own), tl.load(own + 1)
 
 
 @triton.jit
@@ -203,15 +240,16 @@ def _gate(
     i = tl.arange(0, PV)[None, :]
     inside = (i < DV) & (head < V)
     scale = tl.load(norm + i, mask=i < DV, other=0.0).to(tl.float32)
-    wait(OVERLAP)
     at = row * (V * DV) + head * DV + i
-    o = tl.load(x + at, mask=inside, other=0.0)
-    z = tl.load(
-        projected + row * (C + V * DV + 2 * V) + C + head * DV + i, mask=inside, other=0.0
-    ).to(tl.float32)
+    # Projected before `_heads`, or the scan of a prompt, gave what this kernel waits for.
+    z = early(projected + row * (C + V * DV + 2 * V) + C + head * DV + i, inside, 0.0).to(
+        tl.float32
+    )
     gate = sigmoid(z)
     if SILU:
         gate = z * gate
+    wait(OVERLAP)
+    o = tl.load(x + at, mask=inside, other=0.0)
     root = tl.rsqrt(tl.sum(o * o, 1) / DV + eps)
     normed = (o * root[:, None]).to(tl.bfloat16).to(tl.float32)
     tl.store(out + at, (normed * scale).to(tl.bfloat16).to(tl.float32) * gate, mask=inside)

@@ -30,8 +30,19 @@ from engine.cuda.digits import (
     to_digits,
 )
 from engine.cuda.language import tl, triton
-from engine.cuda.primitives import LAUNCH, mma, row_tile, sigmoid, two_parts, unpack, wait
-from engine.cuda.products import ProductScratch, product
+from engine.cuda.primitives import (
+    LAUNCH,
+    early,
+    held,
+    mma,
+    row_tile,
+    sigmoid,
+    start,
+    two_parts,
+    unpack,
+    wait,
+)
+from engine.cuda.products import equal_pieces, multiply_pieces, padded_outputs
 from engine.cuda.quant import GROUP, QUARTER, TILE, Packed4
 
 if TYPE_CHECKING:
@@ -42,6 +53,7 @@ _GROUP = tl.constexpr(GROUP)
 _QUARTER = tl.constexpr(QUARTER)
 _ROW_TILE = 16
 """Rows of one expert multiplied at once."""
+_SHARED_TILE = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +81,7 @@ class MoeScratch:
     """Buffers for up to `max_rows` rows."""
 
     head: Tensor
+    gates: Tensor
     weights: Tensor
     ids: Tensor
     shared: Tensor
@@ -85,7 +98,13 @@ class MoeScratch:
             return torch.empty(max_rows, *shape, dtype=dtype, device=device)
 
         return MoeScratch(
-            head=empty(-(-(spec.num_experts + 1 + 2 * spec.shared_dim) // 8) * 8),
+            head=torch.empty(
+                equal_pieces(hidden),
+                row_tile(max_rows),
+                padded_outputs(spec.num_experts + 1 + 2 * spec.shared_dim),
+                device=device,
+            ),
+            gates=empty(dtype=torch.float32),
             weights=empty(spec.num_active, dtype=torch.float32),
             ids=empty(spec.num_active, dtype=torch.int32),
             shared=empty(spec.shared_dim),
@@ -97,50 +116,81 @@ class MoeScratch:
 
 
 @triton.jit
+def _outputs(source, row, n, inside, ROW: tl.constexpr, PIECES: tl.constexpr, BM: tl.constexpr):
+    """Outputs n of the row's product, rounded to bf16: stored, or the sum of PIECES pieces of it."""
+    found = tl.load(source + row * ROW + n, mask=inside, other=0.0)
+    if PIECES > 0:
+        for piece in tl.static_range(1, PIECES):
+            found += tl.load(source + (piece * BM + row) * ROW + n, mask=inside, other=0.0)
+        found = found.to(tl.bfloat16)
+    return found
+
+
+@triton.jit
 def _route(
-    head,
+    source,
     weights,
     ids,
     shared,
+    gates,
     ROW: tl.constexpr,
+    PIECES: tl.constexpr,
+    BM: tl.constexpr,
     E: tl.constexpr,
     TOP: tl.constexpr,
     SHARED: tl.constexpr,
     NORMALIZE: tl.constexpr,
     PE: tl.constexpr,
     PT: tl.constexpr,
-    PS: tl.constexpr,
+    BS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid (rows): the TOP largest of softmax(router logits), equal ones by rising id; and the shared middle."""
+    """Grid (rows, 1 + tiles of the shared middle): softmax of the TOP largest router logits, equal ones by rising id.
+
+    The other programs: the shared middle, and if `source` is in pieces the shared gate's logit.
+    """
     row = tl.program_id(0).to(tl.int64)
-    e = tl.arange(0, PE)
-    t = tl.arange(0, PT)
-    i = tl.arange(0, PS)
+    tile = tl.program_id(1)
     wait(OVERLAP)
-    own = head + row * ROW
-    logits = tl.load(own + e, mask=e < E, other=-float("inf")).to(tl.float32)
-    best = tl.max(logits, 0)
-    weight = tl.exp(logits - best)
-    weight = weight / tl.sum(weight, 0)
-    left = tl.where(e < E, weight, -1.0)
-    top = tl.zeros([PT], tl.float32)
-    chosen = tl.zeros([PT], tl.int32)
-    for rank in tl.static_range(TOP):
-        largest = tl.max(left, 0)
-        # Values that are not numbers equal nothing; they must not choose an expert that does not exist.
-        index = tl.minimum(tl.min(tl.where(left == largest, e, PE), 0), E - 1)
-        top = tl.where(t == rank, largest, top)
-        chosen = tl.where(t == rank, index, chosen)
-        left = tl.where(e == index, -1.0, left)
-    if NORMALIZE:
-        top = top / tl.sum(top, 0)
-    tl.store(weights + row * TOP + t, top.to(tl.bfloat16).to(tl.float32), mask=t < TOP)
-    tl.store(ids + row * TOP + t, chosen, mask=t < TOP)
-    gate = tl.load(own + E + 1 + i, mask=i < SHARED, other=0.0).to(tl.float32)
-    up = tl.load(own + E + 1 + SHARED + i, mask=i < SHARED, other=0.0).to(tl.float32)
-    middle = (gate * sigmoid(gate)).to(tl.bfloat16).to(tl.float32) * up
-    tl.store(shared + row * SHARED + i, middle, mask=i < SHARED)
+    if tile == 0:
+        e = tl.arange(0, PE)
+        t = tl.arange(0, PT)
+        stored = _outputs(source, row, e, e < E, ROW, PIECES, BM)
+        # A whole number that orders as (logit, falling id) makes a choice one maximum. bf16 of either sign, as 16 bits.
+        keys = _in_order(stored.to(tl.int16, bitcast=True).to(tl.int32)) * PE + (PE - 1 - e)
+        keys = tl.where(e < E, keys, -(1 << 31))
+        chosen = tl.zeros([PT], tl.int32)
+        for rank in tl.static_range(TOP):
+            largest = tl.max(keys, 0)
+            chosen = tl.where(t == rank, largest, chosen)
+            keys = tl.where(keys == largest, -(1 << 31), keys)
+        back = chosen & (PE - 1)
+        bits = _in_order((chosen - back) // PE)
+        logits = tl.where(e < E, stored.to(tl.float32), -float("inf"))
+        best = tl.max(logits, 0)
+        total = tl.sum(tl.exp(logits - best), 0)
+        top = bits.to(tl.int16).to(tl.bfloat16, bitcast=True).to(tl.float32)
+        top = tl.where(t < TOP, tl.exp(top - best) / total, 0.0)
+        if NORMALIZE:
+            top = top / tl.sum(top, 0)
+        tl.store(weights + row * TOP + t, top.to(tl.bfloat16).to(tl.float32), mask=t < TOP)
+        tl.store(ids + row * TOP + t, PE - 1 - back, mask=t < TOP)
+    else:
+        i = (tile - 1) * BS + tl.arange(0, BS)
+        inside = i < SHARED
+        gate = _outputs(source, row, E + 1 + i, inside, ROW, PIECES, BM).to(tl.float32)
+        up = _outputs(source, row, E + 1 + SHARED + i, inside, ROW, PIECES, BM).to(tl.float32)
+        middle = (gate * sigmoid(gate)).to(tl.bfloat16).to(tl.float32) * up
+        tl.store(shared + row * SHARED + i, middle, mask=inside)
+        if PIECES > 0 and tile == 1:
+            logit = _outputs(source, row, E + tl.arange(0, 1), True, ROW, PIECES, BM)
+            tl.store(gates + row + tl.arange(0, 1), logit.to(tl.float32))
+
+
+@triton.jit
+def _in_order(bits):
+    """16 bits of bf16, sign extended, as whole numbers that order as the values do; and back."""
+    return bits ^ ((bits >> 15) & 0x7FFF)
 
 
 @triton.jit
@@ -359,10 +409,10 @@ def _down(
     if not BY_ADDRESS:
         # Experts were chosen before the kernel that this one overlaps. What is read here only says which memory to ask
         # for: it is read again below.
-        early = tl.load(ids + pair).to(tl.int64) * (TILES * GROUPS * TILE)
+        likely = early(ids + pair, True, 0).to(tl.int64) * (TILES * GROUPS * TILE)
         for t in tl.static_range((BN + TILE - 1) // TILE):
             tile = tl.minimum(tl.program_id(0) * BN // TILE + t, TILES - 1)
-            fetch(scales + early + tile * (GROUPS * TILE), GROUPS * TILE * 2)
+            fetch(scales + likely + tile * (GROUPS * TILE), GROUPS * TILE * 2)
     wait(OVERLAP)
     own = lists + pair * (1 + PM)
     if ONE:
@@ -411,15 +461,13 @@ def _down(
 def _combine(
     shared,
     w,
-    head,
+    gates,
     weights,
     parts,
     streams,
     inject,
     R,
     H: tl.constexpr,
-    ROW: tl.constexpr,
-    E: tl.constexpr,
     SHARED: tl.constexpr,
     TOP: tl.constexpr,
     S: tl.constexpr,
@@ -429,45 +477,49 @@ def _combine(
     K2: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid (tiles of columns, tiles of rows): streams += inject (x) (shared expert, gated, + sum of weighted parts)."""
+    """Grid (tiles of columns, tiles of rows): streams += inject (x) (shared expert, gated, + sum of weighted parts).
+
+    All but the parts was written by `_route` or before it, so before `_gate_up`, which has finished when this starts:
+    that is read and multiplied while `_down` runs.
+    """
+    start(OVERLAP)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     m = tl.program_id(1) * BM + tl.arange(0, BM)
     k1 = tl.arange(0, K1)
     in_n = n[:, None] < H
+    in_rows = m[None, :] < R
+    inside = in_rows & in_n
     w1 = tl.load(
         w + n[:, None] * SHARED + k1[None, :], mask=in_n & (k1[None, :] < SHARED), other=0.0
     )
+    x1 = early(shared + m[None, :] * SHARED + k1[:, None], in_rows & (k1[:, None] < SHARED), 0.0)
     if K2 > 0:
         k2 = K1 + tl.arange(0, K2)
         w2 = tl.load(
             w + n[:, None] * SHARED + k2[None, :], mask=in_n & (k2[None, :] < SHARED), other=0.0
         )
-    wait(OVERLAP)
-    in_rows = m[None, :] < R
-    x1 = tl.load(
-        shared + m[None, :] * SHARED + k1[:, None], mask=in_rows & (k1[:, None] < SHARED), other=0.0
-    )
-    acc = mma(w1, x1, tl.zeros([BN, BM], tl.float32))
-    if K2 > 0:
-        x2 = tl.load(
-            shared + m[None, :] * SHARED + k2[:, None],
-            mask=in_rows & (k2[:, None] < SHARED),
-            other=0.0,
+        x2 = early(
+            shared + m[None, :] * SHARED + k2[:, None], in_rows & (k2[:, None] < SHARED), 0.0
         )
-        acc = mma(w2, x2, acc)
-    gate = tl.load(head + m * ROW + E, mask=m < R, other=0.0).to(tl.float32)
+    s = tl.arange(0, S)
+    at = streams + m[None, None, :] * (S * H) + s[:, None, None] * H + n[None, :, None]
+    old = early(at, inside[None, :, :], 0.0)
+    factor = early(inject + m[None, :] * S + s[:, None], in_rows, 0.0)
+    gate = early(gates + m, m < R, 0.0)
+    acc = mma(held(w1), held(x1), tl.zeros([BN, BM], tl.float32))
+    if K2 > 0:
+        acc = mma(held(w2), held(x2), acc)
     y = acc.to(tl.bfloat16).to(tl.float32) * sigmoid(gate)[None, :]
-    inside = (m[None, :] < R) & (n[:, None] < H)
+    wait(OVERLAP)
+    routed = tl.zeros([BN, BM], tl.float32)
     for rank in tl.static_range(TOP):
-        weight = tl.load(weights + m * TOP + rank, mask=m < R, other=0.0)
-        part = tl.load(parts + (m * TOP + rank)[None, :] * H + n[:, None], mask=inside, other=0.0)
-        y += weight[None, :] * part
+        pair = m * TOP + rank
+        part = tl.load(parts + pair[None, :] * H + n[:, None], mask=inside, other=0.0)
+        routed += tl.load(weights + pair, mask=m < R, other=0.0)[None, :] * part
+    y += routed
     y = y.to(tl.bfloat16).to(tl.float32)
-    for s in tl.static_range(S):
-        at = streams + m[None, :] * (S * H) + s * H + n[:, None]
-        factor = tl.load(inject + m * S + s, mask=m < R, other=0.0).to(tl.float32)
-        old = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(at, old + factor[None, :] * y, mask=inside)
+    added = factor.to(tl.float32)[:, None, :] * y[None, :, :]
+    tl.store(at, old.to(tl.float32) + added, mask=inside[None, :, :])
 
 
 def moe_into_streams(
@@ -477,26 +529,22 @@ def moe_into_streams(
     streams: Tensor,
     inject: Tensor,
     spec: MoeSpec,
-    products: ProductScratch,
 ) -> None:
     """streams bf16 [R, S*H] += outer(inject [R, S], MoE(x bf16 [R, H])), in place; R is at most one row tile."""
     num_rows, hidden = x.shape
-    head = product(x, weights.head, scratch.head[:num_rows], products)
-    route(head, scratch, spec)
+    route(x, weights, scratch, spec)
     multiply_experts(x, weights, scratch, spec, ExpertTiling())
     first, rest = two_parts(spec.shared_dim)
     _combine[(triton.cdiv(hidden, 16), triton.cdiv(num_rows, _ROW_TILE))](
         scratch.shared,
         weights.shared_down,
-        head,
+        scratch.gates,
         scratch.weights,
         scratch.parts,
         streams,
         inject,
         num_rows,
         H=hidden,
-        ROW=head.shape[1],
-        E=spec.num_experts,
         SHARED=spec.shared_dim,
         TOP=spec.num_active,
         S=inject.shape[1],
@@ -601,26 +649,51 @@ def multiply_split(
     )
 
 
-def route(head: Tensor, scratch: MoeScratch, spec: MoeSpec) -> None:
-    """head bf16 [R, rows of MoeWeights.head] -> scratch.weights, ids and shared."""
-    route_into(head, scratch.weights, scratch.ids, scratch.shared, spec)
+def route(x: Tensor, weights: MoeWeights, scratch: MoeScratch, spec: MoeSpec) -> None:
+    """x bf16 [R, H] -> scratch.weights, ids, shared and gates; R is at most one row tile."""
+    pieces, _, width = scratch.head.shape
+    num_rows = x.shape[0]
+    multiply_pieces(x, weights.head, pieces, scratch.head)
+    head = _Head(scratch.head, num_rows, width, pieces, row_tile(num_rows))
+    _choose(head, scratch.weights, scratch.ids, scratch.shared, scratch.gates, spec)
 
 
 def route_into(head: Tensor, weights: Tensor, ids: Tensor, shared: Tensor, spec: MoeSpec) -> None:
     """head bf16 [R, rows of MoeWeights.head] -> weights fp32 and ids int32 [R, k], shared bf16 [R, shared]."""
-    _route[(head.shape[0],)](
-        head,
+    num_rows, width = head.shape
+    _choose(_Head(head, num_rows, width, 0, 0), weights, ids, shared, weights, spec)
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """What rows give with MoeWeights.head: bf16 [R, width], or pieces fp32 [pieces, row tile, width] to be added."""
+
+    source: Tensor
+    num_rows: int
+    width: int
+    pieces: int
+    row_tile: int
+
+
+def _choose(
+    head: _Head, weights: Tensor, ids: Tensor, shared: Tensor, gates: Tensor, spec: MoeSpec
+) -> None:
+    _route[(head.num_rows, 1 + triton.cdiv(spec.shared_dim, _SHARED_TILE))](
+        head.source,
         weights,
         ids,
         shared,
-        ROW=head.shape[1],
+        gates,
+        ROW=head.width,
+        PIECES=head.pieces,
+        BM=head.row_tile,
         E=spec.num_experts,
         TOP=spec.num_active,
         SHARED=spec.shared_dim,
         NORMALIZE=spec.normalize,
         PE=triton.next_power_of_2(spec.num_experts),
         PT=triton.next_power_of_2(spec.num_active),
-        PS=triton.next_power_of_2(spec.shared_dim),
+        BS=_SHARED_TILE,
         OVERLAP=LAUNCH.overlap,
         **LAUNCH.options(1, 1),
     )

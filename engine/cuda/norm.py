@@ -21,6 +21,7 @@ def _norm(
     eps,
     W: tl.constexpr,
     GROUPS: tl.constexpr,
+    WEIGHTED: tl.constexpr,
     P: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -31,22 +32,24 @@ def _norm(
     wait(OVERLAP)
     at = row * (GROUPS * W) + group * W + i
     value = tl.load(x + at, mask=i < W, other=0.0).to(tl.float32)
-    factor = tl.load(weight + group * W + i, mask=i < W, other=0.0)
-    root = tl.rsqrt(tl.sum(value * value, 0) / W + eps)
-    tl.store(out + at, value * root * factor, mask=i < W)
+    value *= tl.rsqrt(tl.sum(value * value, 0) / W + eps)
+    if WEIGHTED:
+        value *= tl.load(weight + group * W + i, mask=i < W, other=0.0)
+    tl.store(out + at, value, mask=i < W)
 
 
-def norm_rows(x: Tensor, weight: Tensor, eps: float, num_groups: int = 1) -> Tensor:
-    """x bf16 [T, W] normed over each of num_groups parts of its columns, times weight fp32 [W]."""
+def norm_rows(x: Tensor, weight: Tensor | None, eps: float, num_groups: int = 1) -> Tensor:
+    """x bf16 [T, W] normed over each of num_groups parts of its columns, times weight fp32 [W] if there is one."""
     out = torch.empty_like(x)
     width = x.shape[1] // num_groups
     _norm[(x.shape[0], num_groups)](
         x,
-        weight,
+        weight if weight is not None else x,
         out,
         eps,
         W=width,
         GROUPS=num_groups,
+        WEIGHTED=weight is not None,
         P=triton.next_power_of_2(width),
         OVERLAP=LAUNCH.overlap,
         **LAUNCH.options(4 if width < 4096 else 8, 1),

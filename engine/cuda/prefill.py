@@ -153,10 +153,10 @@ class Prefill:
         return slots, positions, torch.zeros_like(slots)
 
     def _read(self, streams: Tensor, weights: ResidualWeights) -> tuple[Tensor, Tensor]:
-        normed = norm_rows(streams, weights.scale, weights.eps, weights.num_streams)
+        normed = norm_rows(streams, None, weights.eps, weights.num_streams)
         down = F.linear(normed, weights.down)
         up = F.linear(F.silu(down[:, : weights.rank]), weights.up)
-        return mix_streams(up, normed, weights.num_streams), down[
+        return mix_streams(up, normed, weights.scale, weights.num_streams), down[
             :, weights.rank : weights.rank + weights.num_streams
         ].tanh().add_(1.0)
 

@@ -50,14 +50,48 @@ def two_parts(width: int) -> tuple[int, int]:
 
 
 @triton.jit
+def start(OVERLAP: tl.constexpr):
+    """Let the next kernel start as soon as all programs of this one have: called first, in short kernels.
+
+    Their successors' weights come one kernel earlier. In all kernels it would fill the chip with waiting programs. Of
+    two kernels in a row at most one calls it: `wait` says what a successor may read early.
+    """
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def wait(OVERLAP: tl.constexpr):
     """Wait until all earlier kernels have finished and their writes are visible; then let the next one start.
 
-    Every program calls it.
+    Every program of every kernel calls it, and stores nothing before. It waits for the kernel before only; but that one
+    has waited for its own, so a finished kernel has none unfinished behind it, and nobody writes what an older kernel
+    may still read.
+
+    Before it, a kernel may read:
+    - weights, which nobody writes;
+    - by `early`, what no kernel wrote that may still run. It starts when all programs of its predecessor wait no
+      longer, so all that is older than the predecessor has finished. If the predecessor calls `start`, its programs
+      have only begun, and they began when all programs of the kernel before it waited no longer: then all but the last
+      two have finished. Library operations wait for all before them and let nothing overlap them, but count as
+      kernels here: they may end before their writes are visible.
+
+    Slots' state, and the tables of where rows belong, are written between windows: by copies, by library operations and
+    by other graphs, none of which the kernels of a window overlap. Within one, a layer's part of the state is read
+    early by that layer alone, before its own kernels write to it.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def early(at, inside, other):
+    """Load before `wait` what some kernel, copy or library operation has written: `wait` says what that may be.
+
+    Past the L1 cache, as only waiting makes sure that it holds nothing older.
+    """
+    return tl.load(at, mask=inside, other=other, cache_modifier=".cg")
 
 
 _ON_CPU = tl.constexpr(INTERPRETED)
@@ -70,6 +104,19 @@ def mma(a, b, acc):
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, acc)
+
+
+@triton.jit
+def held(x):
+    """bf16 x, not used before here: loads that come before `wait` stay in flight over it, all of them at once.
+
+    Without it the compiler moves a product's operand to shared memory as it arrives, and waits for it there.
+    """
+    if _ON_CPU:
+        return x
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2
+    )
 
 
 @triton.jit

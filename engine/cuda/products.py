@@ -1,11 +1,12 @@
 """Products of a few rows with a large bf16 weight, and what follows at once: a store, or adding to the streams.
 
-Every program reads its rows of the weight once, whatever the number of input rows, and sums along K in one order.
+Every program reads its rows of the weight once, whatever the number of input rows, and sums along K in one order. Small
+weights are cut into pieces along K, whose sums the kernel after adds up.
 """
 
 # Kernels are another language in Python's clothes.
 # pyright: reportUnknownParameterType=false, reportMissingParameterType=false
-# pyright: reportUntypedFunctionDecorator=false, reportIndexIssue=false
+# pyright: reportUntypedFunctionDecorator=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
 
@@ -15,11 +16,14 @@ import torch
 from torch import Tensor
 
 from engine.cuda.language import tl, triton
-from engine.cuda.primitives import LAUNCH, mma, row_tile, wait
+from engine.cuda.primitives import LAUNCH, early, held, mma, row_tile, wait
 
 _MAX_TILES = 1024
 _PARTIAL_VALUES = 256 * 64 * 64
 """Programs, rows and columns of a tile."""
+PIECE_TILE = 32
+"""Outputs of one program of `multiply_pieces`."""
+_MAX_PIECE = 512
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -54,11 +58,18 @@ def _product(
     rows = n[:, None].to(tl.int64) * K
     # The first weights come while the kernel before still runs.
     w0 = tl.load(w + rows + k[None, :], mask=(n[:, None] < N) & (k[None, :] < K), other=0.0)
+    inside = (m[None, :] < R) & (n[:, None] < N)
+    if STREAMS > 0:
+        # Streams and weights of injection are older than what x was made from, and so than the last two kernels.
+        s = tl.arange(0, STREAMS)
+        at = streams + m[None, None, :] * (STREAMS * N) + s[:, None, None] * N + n[None, :, None]
+        old = early(at, inside[None, :, :], 0.0)
+        weight = early(inject + m[None, :] * STREAMS + s[:, None], m[None, :] < R, 0.0)
     wait(OVERLAP)
     x0 = tl.load(
         x + m[None, :] * K + k[:, None], mask=(m[None, :] < R) & (k[:, None] < K), other=0.0
     )
-    acc = mma(w0, x0, tl.zeros([BN, BM], tl.float32))
+    acc = tl.zeros([BN, BM], tl.float32)
     for first in range(BK, PIECE, BK):
         c = first + k
         wt = tl.load(w + rows + c[None, :], mask=(n[:, None] < N) & (c[None, :] < K), other=0.0)
@@ -66,6 +77,8 @@ def _product(
             x + m[None, :] * K + c[:, None], mask=(m[None, :] < R) & (c[:, None] < K), other=0.0
         )
         acc = mma(wt, xt, acc)
+    # Last, so that the loads of all others follow these at once.
+    acc = mma(held(w0), held(x0), acc)
     done = True
     if SPLITS > 1:
         tiles = tl.num_programs(0)
@@ -81,16 +94,70 @@ def _product(
                 acc += tl.load(partial + j * stride + own, cache_modifier=".cg")
             tl.store(counters + tile, 0)
     if done:
-        inside = (m[None, :] < R) & (n[:, None] < N)
         if STREAMS == 0:
             tl.store(out + m[None, :].to(tl.int64) * N + n[:, None], acc, mask=inside)
         else:
             y = acc.to(tl.bfloat16).to(tl.float32)
-            for s in tl.static_range(STREAMS):
-                at = streams + m[None, :] * (STREAMS * N) + s * N + n[:, None]
-                weight = tl.load(inject + m * STREAMS + s, mask=m < R, other=0.0).to(tl.float32)
-                old = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-                tl.store(at, old + weight[None, :] * y, mask=inside)
+            added = weight.to(tl.float32)[:, None, :] * y[None, :, :]
+            tl.store(at, old.to(tl.float32) + added, mask=inside[None, :, :])
+
+
+@triton.jit(do_not_specialize=["R"])
+def _pieces(
+    x,
+    w,
+    partial,
+    R,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    PIECE: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Grid (tiles of N, pieces of K): partial fp32 [pieces, BM, tiles*BN] of x [R, K] w^T [N, K].
+
+    A program asks for all its weights before it waits, and sums four runs of its columns beside each other.
+    """
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    piece = tl.program_id(1)
+    m = tl.arange(0, BM)
+    k = piece * PIECE + tl.arange(0, BK)
+    end = (piece + 1) * PIECE
+    w0 = _columns(w, n, k, N, end, K)
+    w1 = _columns(w, n, k + BK, N, end, K)
+    w2 = _columns(w, n, k + 2 * BK, N, end, K)
+    w3 = _columns(w, n, k + 3 * BK, N, end, K)
+    wait(OVERLAP)
+    x0 = _inputs(x, m, k, R, end, K)
+    x1 = _inputs(x, m, k + BK, R, end, K)
+    x2 = _inputs(x, m, k + 2 * BK, R, end, K)
+    x3 = _inputs(x, m, k + 3 * BK, R, end, K)
+    x0 = held(x0)
+    x1 = held(x1)
+    x2 = held(x2)
+    x3 = held(x3)
+    w0 = held(w0)
+    w1 = held(w1)
+    w2 = held(w2)
+    w3 = held(w3)
+    none = tl.zeros([BN, BM], tl.float32)
+    acc = (mma(w0, x0, none) + mma(w1, x1, none)) + (mma(w2, x2, none) + mma(w3, x3, none))
+    at = (piece * BM + m[None, :]) * (tl.num_programs(0) * BN) + n[:, None]
+    tl.store(partial + at, acc, mask=m[None, :] < R)
+
+
+@triton.jit
+def _columns(w, n, k, N, end, K: tl.constexpr):
+    inside = (n[:, None] < N) & (k[None, :] < end)
+    return tl.load(w + n[:, None] * K + k[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _inputs(x, m, k, R, end, K: tl.constexpr):
+    inside = (m[None, :] < R) & (k[:, None] < end)
+    return tl.load(x + m[None, :] * K + k[:, None], mask=inside, other=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +250,40 @@ def launch(
         STREAMS=0 if inject is None else inject.shape[1],
         OVERLAP=LAUNCH.overlap,
         **LAUNCH.options(cut.warps, cut.stages),
+    )
+
+
+def equal_pieces(width: int) -> int:
+    """How many equal pieces of a width, none longer than a program can hold."""
+    return next(n for n in range(1, width + 1) if width % n == 0 and width // n <= _MAX_PIECE)
+
+
+def padded_outputs(num_outputs: int) -> int:
+    """Whole tiles of outputs: the last axis of what `multiply_pieces` writes."""
+    return -(-num_outputs // PIECE_TILE) * PIECE_TILE
+
+
+def multiply_pieces(x: Tensor, w: Tensor, num_pieces: int, partial: Tensor) -> None:
+    """x bf16 [R, K] times w bf16 [N, K] transposed, by equal pieces of K, R at most one row tile.
+
+    partial: fp32 [num_pieces, row_tile(R), padded_outputs(N)], or room for it; only R rows are written.
+    """
+    num_rows, k = x.shape
+    n = w.shape[0]
+    piece = k // num_pieces
+    _pieces[(triton.cdiv(n, PIECE_TILE), num_pieces)](
+        x,
+        w,
+        partial,
+        num_rows,
+        N=n,
+        K=k,
+        PIECE=piece,
+        BN=PIECE_TILE,
+        BM=row_tile(num_rows),
+        BK=max(16, triton.next_power_of_2(triton.cdiv(piece, 4))),
+        OVERLAP=LAUNCH.overlap,
+        **LAUNCH.options(4, 1),
     )
 
 

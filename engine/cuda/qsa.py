@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.cuda.language import tl, triton
-from engine.cuda.primitives import LAUNCH, mma, quantized, sigmoid, wait
+from engine.cuda.primitives import LAUNCH, early, mma, quantized, sigmoid, start, wait
 from engine.state import RING_ROWS
 
 if TYPE_CHECKING:
@@ -172,12 +172,12 @@ def _write_cells(
     """Grid (rows, A + 2*N + IH + 1): one head each. Writes q, index q, K, V, the raw index key and a finished block."""
     row = tl.program_id(0)
     head = tl.program_id(1)
-    wait(OVERLAP)
     ROW: tl.constexpr = 2 * A * D + 2 * N * D + (IH + 1) * ID
     KEYS: tl.constexpr = 2 * A * D
     INDEX: tl.constexpr = KEYS + 2 * N * D
-    position = tl.load(positions + row)
-    slot = tl.load(row_slots + row).to(tl.int64)
+    position = early(positions + row, True, 0)
+    slot = early(row_slots + row, True, 0).to(tl.int64)
+    wait(OVERLAP)
     source = projected + row * ROW
     i = tl.arange(0, PD)
     x = tl.arange(0, PI)
@@ -208,7 +208,7 @@ def _write_cells(
             ring + (slot * RING + position % RING) * ID + x, raw, mask=(x < ID) & (row >= ring_from)
         )
         if (position + 1) % BLOCK == 0:
-            start = tl.load(starts + row)
+            begin = tl.load(starts + row)
             first = position - (BLOCK - 1)
             _pool(
                 projected,
@@ -218,7 +218,7 @@ def _write_cells(
                 sin + first.to(tl.int64) * ROT,
                 blocks + (slot * num_blocks + first // BLOCK) * ID,
                 row,
-                start,
+                begin,
                 position,
                 eps,
                 ROW,
@@ -296,10 +296,10 @@ def _score(
     """Grid (rows, PROGRAMS): scores fp32 [R, blocks] of complete blocks, for rows that see more than DENSE tokens."""
     row = tl.program_id(0)
     part = tl.program_id(1)
+    visible = early(positions + row, True, 0) + 1
+    slot = early(row_slots + row, True, 0).to(tl.int64)
     wait(OVERLAP)
-    visible = tl.load(positions + row) + 1
     if visible > DENSE:
-        slot = tl.load(row_slots + row).to(tl.int64)
         complete = visible // BLOCK
         i = tl.arange(0, PI)
         keys = blocks + slot * num_blocks * ID
@@ -338,8 +338,8 @@ def _select(
     Scores are never negative, so their bits order as they do; the cut is found digit by digit.
     """
     row = tl.program_id(0)
+    visible = early(positions + row, True, 0) + 1
     wait(OVERLAP)
-    visible = tl.load(positions + row) + 1
     if visible > DENSE:
         complete = visible // BLOCK
         own = scores + row.to(tl.int64) * num_blocks
@@ -414,9 +414,9 @@ def _attend(
     kv = tl.program_id(1)
     split = tl.program_id(2)
     GROUP: tl.constexpr = A // N
+    visible = early(positions + row, True, 0) + 1
+    slot = early(row_slots + row, True, 0).to(tl.int64)
     wait(OVERLAP)
-    visible = tl.load(positions + row) + 1
-    slot = tl.load(row_slots + row).to(tl.int64)
     a = tl.arange(0, PA)
     d = tl.arange(0, PD)
     head = kv * GROUP + a
@@ -431,8 +431,8 @@ def _attend(
     total = tl.zeros([PA], tl.float32)
     acc = tl.zeros([PA, PD], tl.float32)
     first = split * per_split * BC
-    for start in range(first, tl.minimum(first + per_split * BC, length), BC):
-        i = start + tl.arange(0, BC)
+    for at in range(first, tl.minimum(first + per_split * BC, length), BC):
+        i = at + tl.arange(0, BC)
         inside = i < length
         cell = i
         if sparse:
@@ -474,6 +474,10 @@ def _join(
     head = tl.program_id(1)
     s = tl.arange(0, SPLITS)
     d = tl.arange(0, PD)
+    start(OVERLAP)
+    # Projected before `_attend`, which this kernel overlaps.
+    gate = early(projected + row * ROW + (2 * head + 1) * D + d, d < D, 0.0).to(tl.float32)
+    gate = sigmoid(gate).to(tl.bfloat16).to(tl.float32)
     wait(OVERLAP)
     at = (row * SPLITS + s) * A + head
     best = tl.load(sums + at * 2)
@@ -481,10 +485,7 @@ def _join(
     shrink = tl.exp(best - tl.max(best, 0))
     part = tl.load(parts + at[:, None] * D + d[None, :], mask=d[None, :] < D, other=0.0)
     joined = tl.sum(part * shrink[:, None], 0) / tl.sum(total * shrink, 0)
-    gate = tl.load(projected + row * ROW + (2 * head + 1) * D + d, mask=d < D, other=0.0).to(
-        tl.float32
-    )
-    value = joined.to(tl.bfloat16).to(tl.float32) * sigmoid(gate).to(tl.bfloat16).to(tl.float32)
+    value = joined.to(tl.bfloat16).to(tl.float32) * gate
     tl.store(out + (row * A + head) * D + d, value, mask=d < D)
 
 

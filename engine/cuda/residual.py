@@ -1,7 +1,7 @@
 """Gated residual for a window's rows (model.md 1.3): three kernels from the streams to the mixed row.
 
-The first multiplies the un-normed streams and leaves the norm's scale to the second, where it is one number per row and
-stream: so that the columns can be cut into slices that many programs read at once.
+The first multiplies the un-normed streams and leaves the norm to the second, where it is one number per row and stream:
+so that the columns can be cut into slices that many programs read at once.
 """
 
 # Kernels are another language in Python's clothes.
@@ -16,17 +16,26 @@ import torch
 from torch import Tensor
 
 from engine.cuda.language import tl, triton
-from engine.cuda.primitives import LAUNCH, mma, row_tile, sigmoid, two_parts, wait
+from engine.cuda.primitives import (
+    LAUNCH,
+    early,
+    held,
+    mma,
+    row_tile,
+    sigmoid,
+    start,
+    two_parts,
+    wait,
+)
+from engine.cuda.products import PIECE_TILE, equal_pieces, multiply_pieces, padded_outputs
 
-_DOWN_TILE = 32
 _UP_TILE = 16
-_MAX_SLICE = 512
 
 
 @dataclass(frozen=True, slots=True)
 class ResidualWeights:
-    """scale fp32 [S*H] = (1 + w) / S; down bf16 [rank + S padded to 8, or rank, S*H], injection rows halved;
-    up bf16 [S*H, rank]."""
+    """scale fp32 [S*H] = (1 + w) / S; down bf16 [rank + S padded to 8, or rank, S*H], columns times scale, injection
+    rows halved; up bf16 [S*H, rank]."""
 
     scale: Tensor
     down: Tensor
@@ -51,7 +60,6 @@ class ResidualScratch:
     """Buffers of one reading, for up to `max_rows` rows; contents do not matter before."""
 
     partial: Tensor
-    squares: Tensor
     low: Tensor
     root: Tensor
 
@@ -61,67 +69,18 @@ class ResidualScratch:
     ) -> ResidualScratch:
         """Buffers for one geometry."""
         rows = row_tile(max_rows)
-        slices = num_streams * num_slices(hidden)
-        tiles = triton.cdiv(rank + num_streams, _DOWN_TILE)
+        slices = num_streams * equal_pieces(hidden)
         return ResidualScratch(
-            partial=torch.empty(slices, tiles * _DOWN_TILE, rows, device=device),
-            squares=torch.empty(slices, rows, device=device),
+            partial=torch.empty(slices, rows, padded_outputs(rank + num_streams), device=device),
             low=torch.empty(max_rows, rank, dtype=torch.bfloat16, device=device),
             root=torch.empty(max_rows, num_streams, device=device),
         )
 
 
-def num_slices(hidden: int) -> int:
-    """Equal slices of one stream, none longer than a program can hold."""
-    return next(n for n in range(1, hidden + 1) if hidden % n == 0 and hidden // n <= _MAX_SLICE)
-
-
-@triton.jit(do_not_specialize=["R"])
-def _down(
-    x,
-    scale,
-    w,
-    partial,
-    squares,
-    R,
-    W: tl.constexpr,
-    NOUT: tl.constexpr,
-    SLICE: tl.constexpr,
-    BN: tl.constexpr,
-    BM: tl.constexpr,
-    BK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """Grid (output tiles, slices of all streams): partial fp32 [slices, NPAD, BM], squares fp32 [slices, BM].
-
-    The weights are on their way before the streams are waited for.
-    """
-    tile = tl.program_id(0)
-    part = tl.program_id(1)
-    n = tile * BN + tl.arange(0, BN)
-    m = tl.arange(0, BM)
-    k = tl.arange(0, BK)
-    c = part * SLICE + k
-    in_k = k < SLICE
-    wt = tl.load(
-        w + n[:, None] * W + c[None, :], mask=(n[:, None] < NOUT) & in_k[None, :], other=0.0
-    )
-    factor = tl.load(scale + c, mask=in_k, other=0.0)
-    wait(OVERLAP)
-    xt = tl.load(
-        x + m[None, :] * W + c[:, None], mask=(m[None, :] < R) & in_k[:, None], other=0.0
-    ).to(tl.float32)
-    acc = mma(wt, (xt * factor[:, None]).to(tl.bfloat16), tl.zeros([BN, BM], tl.float32))
-    NPAD: tl.constexpr = (NOUT + BN - 1) // BN * BN
-    tl.store(partial + (part * NPAD + n[:, None]) * BM + m[None, :], acc)
-    if tile == 0:
-        tl.store(squares + part * BM + m, tl.sum(xt * xt, 0))
-
-
 @triton.jit
 def _join(
+    x,
     partial,
-    squares,
     low,
     root,
     inject,
@@ -135,18 +94,31 @@ def _join(
     PS: tl.constexpr,
     BN: tl.constexpr,
     BM: tl.constexpr,
+    BH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid (output tiles, rows): adds the slices up, each times its stream's norm; then SiLU or the gate."""
+    """Grid (output tiles, rows): adds the slices up, each times its stream's norm; then SiLU or the gate.
+
+    The norms come from the streams themselves while the kernel before still multiplies these: it writes none of them.
+    """
+    start(OVERLAP)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     row = tl.program_id(1)
+    s = tl.arange(0, S)
+    h = tl.arange(0, BH)
+    squares = tl.zeros([S, BH], tl.float32)
+    own = x + row * (S * H) + s[:, None] * H
+    for first in tl.static_range(0, H, BH):
+        c = first + h[None, :]
+        value = early(own + c, c < H, 0.0).to(tl.float32)
+        squares += value * value
+    r = tl.rsqrt(tl.sum(squares, 1) / H + eps)
     j = tl.arange(0, PS)
-    q = tl.arange(0, S)[:, None] * SLICES + j[None, :]
-    used = j[None, :] < SLICES
+    q = s[:, None] * SLICES + j[None, :]
+    used = (j < SLICES)[None, :, None]
     wait(OVERLAP)
-    r = tl.rsqrt(tl.sum(tl.load(squares + q * BM + row, mask=used, other=0.0), 1) / H + eps)
-    at = (q[:, :, None] * NPAD + n[None, None, :]) * BM + row
-    streams = tl.sum(tl.load(partial + at, mask=used[:, :, None], other=0.0), 1)
+    at = (q[:, :, None] * BM + row) * NPAD + n[None, None, :]
+    streams = tl.sum(tl.load(partial + at, mask=used, other=0.0), 1)
     value = tl.sum(streams * r[:, None], 0).to(tl.bfloat16).to(tl.float32)
     tl.store(low + row * RANK + n, value * sigmoid(value), mask=n < RANK)
     if NOUT > RANK:
@@ -154,7 +126,7 @@ def _join(
         tl.store(
             inject + row * S + n - RANK, 2.0 * sigmoid(2.0 * value), mask=(n >= RANK) & (n < NOUT)
         )
-    tl.store(root + row * S + tl.arange(0, S), r)
+    tl.store(root + row * S + s, r)
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -186,8 +158,12 @@ def _up(
         k2 = K1 + tl.arange(0, K2)
         w2 = tl.load(w + rows[:, None] * RANK + k2[None, :], mask=k2[None, :] < RANK, other=0.0)
     factor = tl.load(scale + rows)
-    wait(OVERLAP)
     in_rows = m[None, :] < R
+    inside = in_rows & (h[:, None] < H)
+    # The streams are older than the two kernels before this one: `_join`, which lets it start, and their product.
+    stream = early(x + m[None, :] * (S * H) + rows[:, None], inside, 0.0).to(tl.float32)
+    stream *= factor[:, None]
+    wait(OVERLAP)
     x1 = tl.load(
         low + m[None, :] * RANK + k1[:, None], mask=in_rows & (k1[:, None] < RANK), other=0.0
     )
@@ -195,15 +171,11 @@ def _up(
         x2 = tl.load(
             low + m[None, :] * RANK + k2[:, None], mask=in_rows & (k2[:, None] < RANK), other=0.0
         )
-    inside = in_rows & (h[:, None] < H)
-    stream = tl.load(x + m[None, :] * (S * H) + rows[:, None], mask=inside, other=0.0).to(
-        tl.float32
-    )
     r = tl.load(root + m[None, :] * S + (j // BH)[:, None], mask=inside, other=0.0)
-    acc = mma(w1, x1, tl.zeros([S * BH, BM], tl.float32))
+    acc = mma(held(w1), x1, tl.zeros([S * BH, BM], tl.float32))
     if K2 > 0:
-        acc = mma(w2, x2, acc)
-    mixed = sigmoid(acc) * (stream * r * factor[:, None])
+        acc = mma(held(w2), x2, acc)
+    mixed = sigmoid(acc) * (stream * r)
     total = tl.sum(mixed.reshape(S, BH, BM), 0)
     own = tl.program_id(0) * BH + tl.arange(0, BH)
     tl.store(out + m[None, :] * H + own[:, None], total, mask=(m[None, :] < R) & (own[:, None] < H))
@@ -220,30 +192,15 @@ def read_streams(
     num_rows, width = streams.shape
     s = weights.num_streams
     hidden = width // s
-    slices = num_slices(hidden)
+    slices = equal_pieces(hidden)
     num_out = weights.rank + (s if weights.has_inject else 0)
     rows = row_tile(num_rows)
-    tiles = triton.cdiv(num_out, _DOWN_TILE)
+    padded = padded_outputs(num_out)
     first, rest = two_parts(weights.rank)
-    shared = {"BM": rows, "OVERLAP": LAUNCH.overlap}
-    _down[(tiles, s * slices)](
+    multiply_pieces(streams, weights.down, s * slices, scratch.partial)
+    _join[(padded // PIECE_TILE, num_rows)](
         streams,
-        weights.scale,
-        weights.down,
         scratch.partial,
-        scratch.squares,
-        num_rows,
-        W=width,
-        NOUT=num_out,
-        SLICE=hidden // slices,
-        BN=_DOWN_TILE,
-        BK=triton.next_power_of_2(hidden // slices),
-        **shared,
-        **LAUNCH.options(4, 1),
-    )
-    _join[(tiles, num_rows)](
-        scratch.partial,
-        scratch.squares,
         scratch.low,
         scratch.root,
         inject if inject is not None else scratch.low,
@@ -252,12 +209,14 @@ def read_streams(
         S=s,
         RANK=weights.rank,
         NOUT=num_out,
-        NPAD=tiles * _DOWN_TILE,
+        NPAD=padded,
         SLICES=slices,
         PS=triton.next_power_of_2(slices),
-        BN=_DOWN_TILE,
-        **shared,
-        **LAUNCH.options(1, 1),
+        BN=PIECE_TILE,
+        BM=rows,
+        BH=min(1024, triton.next_power_of_2(hidden)),
+        OVERLAP=LAUNCH.overlap,
+        **LAUNCH.options(4, 1),
     )
     _up[(triton.cdiv(hidden, _UP_TILE),)](
         streams,
@@ -273,6 +232,7 @@ def read_streams(
         BH=_UP_TILE,
         K1=first,
         K2=rest,
-        **shared,
+        BM=rows,
+        OVERLAP=LAUNCH.overlap,
         **LAUNCH.options(4, 1),
     )

@@ -350,7 +350,7 @@ class CudaStep:
             assert layer.qsa is not None
             self._attention(mixed, layer.qsa, streams, inject)
         mixed, inject = self.read(streams, layer.moe_residual)
-        moe_into_streams(mixed, layer.moe, b.moe, streams, inject, spec.moe, b.products)
+        moe_into_streams(mixed, layer.moe, b.moe, streams, inject, spec.moe)
 
     def _gdn(
         self, mixed: Tensor, weights: GdnWeights, index: int, streams: Tensor, inject: Tensor
@@ -601,9 +601,7 @@ class CudaStep:
             middle, layer.attention.out_proj, d.streams, inject, self.buffers.products
         )
         mixed, inject = self.read(d.streams, layer.moe_residual)
-        moe_into_streams(
-            mixed, layer.moe, self.buffers.moe, d.streams, inject, spec.moe, self.buffers.products
-        )
+        moe_into_streams(mixed, layer.moe, self.buffers.moe, d.streams, inject, spec.moe)
         self._head(d.streams, layer.final, d.logits)
 
     def _chain_first(self, num_rows: int, *, truncated: bool) -> None:

@@ -225,9 +225,10 @@ class CudaLoader:
         if inject:
             name = f"{prefix}block_inject_weight.weight"
             down = _padded(torch.cat((down, self._tensor(name, (spec.num_streams, width)) * 0.5)))
+        scale = self._norm(f"{prefix}hc_norm.weight", width) / spec.num_streams
         return ResidualWeights(
-            scale=self._norm(f"{prefix}hc_norm.weight", width) / spec.num_streams,
-            down=down,
+            scale=scale,
+            down=(down.to(torch.float32) * scale).to(torch.bfloat16),
             up=self._tensor(f"{prefix}input_mix_weight_up.weight", (width, spec.mix_rank)),
             rank=spec.mix_rank,
             num_streams=spec.num_streams,

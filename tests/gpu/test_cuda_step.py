@@ -7,6 +7,7 @@ heads, blocks of other sizes, no n-gram embedding.
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass, replace
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -564,3 +565,66 @@ def test_all_rows_may_choose_one_expert() -> None:
     middle = torch.nn.functional.silu(middle[:, 0::2]) * middle[:, 1::2]
     wanted = middle @ unpack4(weights.down, hidden, width)[5].t()
     assert float(errors(scratch.parts[:, 0], wanted.cpu()).max()) < 0.02
+
+
+@gpu
+@needs_cuda
+@pytest.mark.parametrize("num_rows", [1, 5, 20])
+@torch.inference_mode()
+def test_routing_takes_the_largest_logits_and_of_equal_ones_the_first(num_rows: int) -> None:
+    from engine.cuda.moe import MoeScratch, MoeWeights, route, route_into
+    from engine.cuda.primitives import row_tile
+    from engine.cuda.random_model import real_spec
+
+    spec = real_spec(**SMALL).moe
+    hidden, count, shared = 1032, spec.num_experts, spec.shared_dim
+    head = torch.randn(count + 1 + 2 * shared, hidden, device=DEVICE, dtype=torch.bfloat16) / 30
+    head[[7, 9]] = head[[3, 3]]
+    empty = torch.empty(0, device=DEVICE)
+    packed = pack4(torch.zeros(1, 1, 1, device=DEVICE))
+    weights = MoeWeights(head=head, shared_down=empty, gate_up=packed, down=packed)
+    scratch = MoeScratch.make(spec, hidden, 20, torch.device(DEVICE))
+    poison(scratch)
+    x = torch.randn(num_rows, hidden, device=DEVICE, dtype=torch.bfloat16)
+    x[0] = 0.0
+    x[-1] += head[3] * 30
+    route(x, weights, scratch, spec)
+    pieces, _, width = scratch.head.shape
+    sums = scratch.head.flatten()[: pieces * row_tile(num_rows) * width].view(pieces, -1, width)
+    wanted = reduce(torch.add, sums)[:num_rows, : head.shape[0]].to(torch.bfloat16)
+    whole = x.to(torch.float32) @ head.to(torch.float32).t()
+    assert pieces > 1
+    assert torch.allclose(wanted.to(torch.float32), whole, rtol=1e-2, atol=1e-2)
+    logits, gate, middle = wanted.to(torch.float32).split((count, 1, 2 * shared), dim=1)
+    order = logits.sort(dim=1, descending=True, stable=True)
+    ids = order.indices[:, : spec.num_active]
+    share = order.values[:, : spec.num_active].softmax(1)
+    middle = torch.nn.functional.silu(middle[:, :shared]) * middle[:, shared:]
+    assert torch.equal(scratch.ids[:num_rows].to(torch.int64), ids)
+    assert torch.allclose(scratch.weights[:num_rows], share, atol=4e-3)
+    assert torch.equal(scratch.gates[:num_rows], gate[:, 0])
+    found_middle = scratch.shared[:num_rows].to(torch.float32)
+    assert torch.allclose(found_middle, middle, rtol=2e-2, atol=2e-2)
+    # Of the whole product, as prompts are routed: the same.
+    found = torch.zeros_like(scratch.weights), torch.zeros_like(scratch.ids)
+    route_into(wanted, found[0][:num_rows], found[1][:num_rows], scratch.shared, spec)
+    assert torch.equal(found[1][:num_rows].to(torch.int64), ids)
+    assert torch.allclose(found[0][:num_rows], share, atol=4e-3)
+
+
+@gpu
+@needs_cuda
+@torch.inference_mode()
+def test_logits_that_are_no_numbers_choose_experts_that_exist() -> None:
+    from engine.cuda.moe import route_into
+    from engine.cuda.random_model import real_spec
+
+    spec = real_spec(**SMALL).moe
+    values = torch.tensor([float("nan"), -float("nan"), float("inf"), -float("inf"), 0.0, 1.0])
+    pick = torch.randint(6, (20, spec.num_experts + 1 + 2 * spec.shared_dim))
+    head = values[pick].to(DEVICE, torch.bfloat16)
+    weights = torch.empty(20, spec.num_active, device=DEVICE)
+    ids = torch.full((20, spec.num_active), -1, dtype=torch.int32, device=DEVICE)
+    route_into(head, weights, ids, torch.empty(20, spec.shared_dim, device=DEVICE), spec)
+    assert bool(((ids >= 0) & (ids < spec.num_experts)).all())
+    assert bool((ids.sort(1).values.diff(dim=1) > 0).all())
