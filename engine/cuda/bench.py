@@ -25,7 +25,7 @@ from engine.cuda.backend import CudaTrunk
 from engine.cuda.gdn import gdn_window
 from engine.cuda.language import triton
 from engine.cuda.layout import MAX_ROWS
-from engine.cuda.moe import ExpertTiling, multiply_experts, route
+from engine.cuda.moe import ExpertTiling, multiply_split, route
 from engine.cuda.prefill import Prefill
 from engine.cuda.products import product, product_into_streams
 from engine.cuda.qsa import attend
@@ -289,7 +289,7 @@ def parts(bench: Bench, rows: int) -> list[dict[str, Any]]:
 
     def experts() -> None:
         for layer in model.layers:
-            multiply_experts(mixed, layer.moe, b.moe, spec.moe, ExpertTiling())
+            multiply_split(rows, layer.moe, b.moe, spec.moe, ExpertTiling())
 
     output_head = model.head
     assert output_head is not None

@@ -82,6 +82,19 @@ def to_digits(x, axis: tl.constexpr):
 
 
 @triton.jit
+def split_groups(x, digits, units, row, g, K: tl.constexpr, GROUPS: tl.constexpr):
+    """Digits of groups g [BG] of one row, one unit a group."""
+    k = g[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+    value = tl.load(x + row * K + k, mask=k < K, other=0.0).to(tl.float32)
+    high, low, unit = to_digits(value, 1)
+    to = digits + row * (2 * GROUPS * _GROUP) + place_of(k)
+    inside = (g < GROUPS)[:, None]
+    tl.store(to, high, mask=inside)
+    tl.store(to + GROUPS * _GROUP, low, mask=inside)
+    tl.store(units + row * GROUPS + g, unit, mask=g < GROUPS)
+
+
+@triton.jit
 def _split_rows(
     x,
     digits,
@@ -91,19 +104,10 @@ def _split_rows(
     BG: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid (rows, runs of BG groups)."""
-    row = tl.program_id(0).to(tl.int64)
-    g = tl.program_id(1) * BG + tl.arange(0, BG)
-    c = tl.arange(0, _GROUP)
+    """Grid (rows, tiles of BG groups)."""
     wait(OVERLAP)
-    k = g[:, None] * _GROUP + c[None, :]
-    value = tl.load(x + row * K + k, mask=k < K, other=0.0).to(tl.float32)
-    high, low, unit = to_digits(value, 1)
-    to = digits + row * (2 * GROUPS * _GROUP) + place_of(k)
-    inside = (g < GROUPS)[:, None]
-    tl.store(to, high, mask=inside)
-    tl.store(to + GROUPS * _GROUP, low, mask=inside)
-    tl.store(units + row * GROUPS + g, unit, mask=g < GROUPS)
+    g = tl.program_id(1) * BG + tl.arange(0, BG)
+    split_groups(x, digits, units, tl.program_id(0).to(tl.int64), g, K, GROUPS)
 
 
 def split_rows(x: Tensor, to: Digits) -> None:

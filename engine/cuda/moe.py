@@ -26,6 +26,7 @@ from engine.cuda.digits import (
     multiply_digits,
     place_of,
     silu_plain,
+    split_groups,
     split_rows,
     to_digits,
 )
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 _GROUP = tl.constexpr(GROUP)
 _QUARTER = tl.constexpr(QUARTER)
 _ROW_TILE = 16
-"""Rows of one expert multiplied at once."""
+"""Rows that a program adds into the streams."""
 _SHARED_TILE = 128
 
 
@@ -133,6 +134,9 @@ def _route(
     ids,
     shared,
     gates,
+    x,
+    digits,
+    units,
     ROW: tl.constexpr,
     PIECES: tl.constexpr,
     BM: tl.constexpr,
@@ -143,11 +147,15 @@ def _route(
     PE: tl.constexpr,
     PT: tl.constexpr,
     BS: tl.constexpr,
+    MIDDLES: tl.constexpr,
+    H: tl.constexpr,
+    GROUPS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid (rows, 1 + tiles of the shared middle): softmax of the TOP largest router logits, equal ones by rising id.
+    """Grid (rows, 1 + MIDDLES + GROUPS): softmax of the TOP largest router logits, equal ones by rising id.
 
-    The other programs: the shared middle, and if `source` is in pieces the shared gate's logit.
+    The other programs: MIDDLES tiles of the shared middle, and if `source` is in pieces the shared gate's logit; digits
+    of GROUPS groups of x.
     """
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
@@ -175,7 +183,7 @@ def _route(
             top = top / tl.sum(top, 0)
         tl.store(weights + row * TOP + t, top.to(tl.bfloat16).to(tl.float32), mask=t < TOP)
         tl.store(ids + row * TOP + t, PE - 1 - back, mask=t < TOP)
-    else:
+    elif tile <= MIDDLES:
         i = (tile - 1) * BS + tl.arange(0, BS)
         inside = i < SHARED
         gate = _outputs(source, row, E + 1 + i, inside, ROW, PIECES, BM).to(tl.float32)
@@ -185,6 +193,10 @@ def _route(
         if PIECES > 0 and tile == 1:
             logit = _outputs(source, row, E + tl.arange(0, 1), True, ROW, PIECES, BM)
             tl.store(gates + row + tl.arange(0, 1), logit.to(tl.float32))
+    else:
+        if GROUPS > 0:
+            g = tile - (1 + MIDDLES) + tl.arange(0, 1)
+            split_groups(x, digits, units, row, g, H, GROUPS)
 
 
 @triton.jit
@@ -533,7 +545,7 @@ def moe_into_streams(
     """streams bf16 [R, S*H] += outer(inject [R, S], MoE(x bf16 [R, H])), in place; R is at most one row tile."""
     num_rows, hidden = x.shape
     route(x, weights, scratch, spec)
-    multiply_experts(x, weights, scratch, spec, ExpertTiling())
+    multiply_split(num_rows, weights, scratch, spec, ExpertTiling())
     first, rest = two_parts(spec.shared_dim)
     _combine[(triton.cdiv(hidden, 16), triton.cdiv(num_rows, _ROW_TILE))](
         scratch.shared,
@@ -650,12 +662,13 @@ def multiply_split(
 
 
 def route(x: Tensor, weights: MoeWeights, scratch: MoeScratch, spec: MoeSpec) -> None:
-    """x bf16 [R, H] -> scratch.weights, ids, shared and gates; R is at most one row tile."""
+    """x bf16 [R, H] -> scratch.weights, ids, shared, gates and x; R is at most one row tile."""
     pieces, _, width = scratch.head.shape
     num_rows = x.shape[0]
     multiply_pieces(x, weights.head, pieces, scratch.head)
     head = _Head(scratch.head, num_rows, width, pieces, row_tile(num_rows))
-    _choose(head, scratch.weights, scratch.ids, scratch.shared, scratch.gates, spec)
+    out = (scratch.weights, scratch.ids, scratch.shared, scratch.gates)
+    _choose(head, *out, spec, x, scratch.x)
 
 
 def route_into(head: Tensor, weights: Tensor, ids: Tensor, shared: Tensor, spec: MoeSpec) -> None:
@@ -676,14 +689,27 @@ class _Head:
 
 
 def _choose(
-    head: _Head, weights: Tensor, ids: Tensor, shared: Tensor, gates: Tensor, spec: MoeSpec
+    head: _Head,
+    weights: Tensor,
+    ids: Tensor,
+    shared: Tensor,
+    gates: Tensor,
+    spec: MoeSpec,
+    x: Tensor | None = None,
+    split: Digits | None = None,
 ) -> None:
-    _route[(head.num_rows, 1 + triton.cdiv(spec.shared_dim, _SHARED_TILE))](
+    """x, split: rows bf16 [R, H] and where their digits go, if they are wanted."""
+    middles = triton.cdiv(spec.shared_dim, _SHARED_TILE)
+    groups = 0 if split is None else split.units.shape[1]
+    _route[(head.num_rows, 1 + middles + groups)](
         head.source,
         weights,
         ids,
         shared,
         gates,
+        head.source if x is None else x,
+        ids if split is None else split.digits,
+        weights if split is None else split.units,
         ROW=head.width,
         PIECES=head.pieces,
         BM=head.row_tile,
@@ -694,6 +720,9 @@ def _choose(
         PE=triton.next_power_of_2(spec.num_experts),
         PT=triton.next_power_of_2(spec.num_active),
         BS=_SHARED_TILE,
+        MIDDLES=middles,
+        H=0 if x is None else x.shape[1],
+        GROUPS=groups,
         OVERLAP=LAUNCH.overlap,
         **LAUNCH.options(1, 1),
     )
