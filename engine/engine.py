@@ -185,6 +185,8 @@ class TorchEngine:
         self._files = files
         self._stages = stages
         self._whole = whole
+        self._next_steps: list[DecodeStep] = []
+        """Of slots that will likely decode again."""
         self._info = replace(
             info,
             page_bytes=parked.page_bytes + (0 if stages is None else stages.page_bytes),
@@ -259,11 +261,25 @@ class TorchEngine:
 
     def run_window(self, plan: WindowPlan) -> WindowResult:
         """Run one window. Raises PlanError, before anything is run, for a plan that contradicts the slots' state."""
+        self._next_steps.clear()
         if self._whole is not None and _only_decodes(plan):
             self._check_decodes(plan.decodes)
             if all([self._is_plain(step.slot) for step in plan.decodes]):  # noqa: C419
                 return self._run_whole(plan.decodes, self._whole)
         return self._run_parts(plan)
+
+    def work_ahead(self) -> None:
+        """Draft for the slots that the last window has not ended, if it was run in one go."""
+        if self._whole is None or not self._next_steps:
+            return
+        works = [self._work(self._step_ahead(step)) for step in self._next_steps]
+        self._whole.ahead(works)
+
+    def _step_ahead(self, step: DecodeStep) -> DecodeStep:
+        """What the slot will likely do after this step, within what it may."""
+        room = self._info.max_context - len(self._sequence(step.slot).ids)
+        most = max(0, min(step.next_draft, self._info.max_draft, room))
+        return DecodeStep(slot=step.slot, max_draft=most, spec_min_p=step.spec_min_p)
 
     def _is_plain(self, slot: int) -> bool:
         """Whether a WholeWindow can run the slot's sequence."""
@@ -273,8 +289,7 @@ class TorchEngine:
     def _run_whole(self, steps: Sequence[DecodeStep], whole: WholeWindow) -> WindowResult:
         tokens: list[SlotTokens] = []
         failures: list[SlotFailure] = []
-        works = [self._work(step) for step in steps]
-        yields, draft_s, verify_s = whole.run(works)
+        yields, times = whole.run([self._work(step) for step in steps])
         for step, found in zip(steps, yields, strict=True):
             slot = step.slot
             sequence = self._sequence(slot)
@@ -296,10 +311,12 @@ class TorchEngine:
                     logprobs=None,
                 )
             )
+            if sequence.uses_drafts and found.token_ids[-1] not in sequence.stop_ids:
+                self._next_steps.append(step)
         return WindowResult(
             tokens=tuple(tokens),
             failures=tuple(failures),
-            times=WindowTimes(prefill_s=0.0, draft_s=draft_s, verify_s=verify_s),
+            times=times,
             files=self._finish_files(wait=False),
         )
 

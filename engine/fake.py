@@ -200,6 +200,9 @@ class FakeEngine:
         """Pages and checkpoints that are there."""
         return frozenset(self._parked.pages), frozenset(self._parked.checkpoints)
 
+    def work_ahead(self) -> None:
+        """Nothing can be prepared."""
+
     def close(self) -> None:
         """Let a hanging window go; refuse all later ones."""
         self._closed.set()

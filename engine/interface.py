@@ -154,6 +154,9 @@ class DecodeStep(Struct, frozen=True, kw_only=True, gc=False, array_like=True):
     slot: int
     max_draft: int
     spec_min_p: float
+    next_draft: int = 0
+    """How many drafts the slot's next window will likely want, so that they can be made while this one's answer is on
+    its way. Nothing else depends on it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,6 +291,8 @@ class WindowTimes(Struct, frozen=True, kw_only=True):
     prefill_s: float
     draft_s: float
     verify_s: float
+    ahead_s: float = 0.0
+    """What of draft_s had passed before the window was asked for, or while it was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,6 +366,13 @@ class Engine(Protocol):
 
     def run_window(self, plan: WindowPlan) -> WindowResult:
         """Run one window. Raises PlanError for a plan that contradicts the slots' state, EngineError else."""
+        ...
+
+    def work_ahead(self) -> None:
+        """Begin what the next window will likely need; called when a window is answered. May do nothing.
+
+        Raises EngineError when the engine is beyond use.
+        """
         ...
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engine.interface import DecodeStep, SamplingParams
+    from engine.interface import DecodeStep, SamplingParams, WindowTimes
     from engine.sampling import PickRow, Picks, TokenHistory
     from engine.state import KeptRows, Rows, SlotState
 
@@ -120,11 +120,12 @@ class WholeWindow(Protocol):
         """A sequence begins in a slot."""
         ...
 
-    def run(self, works: Sequence[WindowWork]) -> tuple[list[WindowYield], float, float]:
-        """One window of these slots: what each yielded, and the seconds of drafting and of all else.
+    def ahead(self, works: Sequence[WindowWork]) -> None:
+        """Draft for a window that is still to be asked for, and that may then ask for something else."""
+        ...
 
-        The same as the calls for its parts, to the bit.
-        """
+    def run(self, works: Sequence[WindowWork]) -> tuple[list[WindowYield], WindowTimes]:
+        """One window of these slots: what each yielded, and its times. To the bit what the calls for its parts give."""
         ...
 
 

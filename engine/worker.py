@@ -122,20 +122,28 @@ def _run_windows(channel: Channel, engine: Engine) -> int:
             case RunWindow(plan=plan):
                 try:
                     result = engine.run_window(plan)
+                except PlanError as error:
+                    channel.send(_window_failed(error, fatal=False))
+                    continue
                 except Exception as error:
-                    fatal = not isinstance(error, PlanError)
-                    if fatal:
-                        _LOG.exception("the window failed")
-                    channel.send(_window_failed(error, fatal=fatal))
-                    if fatal:
-                        return EXIT_FAILED
-                else:
-                    channel.send(WindowDone(result=result))
+                    return _failed(channel, error)
+                channel.send(WindowDone(result=result))
+                try:
+                    engine.work_ahead()
+                except Exception as error:
+                    return _failed(channel, error)
             case Close() | None:
                 return EXIT_OK
             case message:
                 _LOG.error("unexpected message %s", type(message).__name__)
                 return EXIT_FAILED
+
+
+def _failed(channel: Channel, error: Exception) -> int:
+    """Say why the engine is beyond use, to whoever waits for a window or asks for the next. Returns the exit status."""
+    _LOG.error("the window failed", exc_info=error)
+    channel.send(_window_failed(error, fatal=True))
+    return EXIT_FAILED
 
 
 def _window_failed(error: Exception, *, fatal: bool) -> WindowFailed:

@@ -19,6 +19,7 @@ _COST_DECAY = 0.99
 _LONGEST_TIMES_EXPECTED = 2.0
 """A time counts as at most so many times the expected one: other load on the machine says nothing about a row."""
 _SHORTEST_S = 1e-12
+_CLEARLY_LONGER = 1.2
 EXPLORE_EVERY = 16
 """Each so many windows all slots draft as deep as they may, so that a depth once given up is measured again: at once,
 since a step of the draft layer for one chain costs most of what it costs for every slot's."""
@@ -150,6 +151,13 @@ class WindowCosts(Struct, frozen=True, kw_only=True):
     """What a window takes beside the engine's work, of any amount: the way there and back, and whoever runs meanwhile.
 
     The more of it, the more a draft is worth that saves a window."""
+    drafts_ahead: bool = False
+    """The engine drafts while the last window's answer is on its way, so that the longer of both counts alone."""
+
+    def beside_s(self, draft_s: float) -> float:
+        """What a window takes beside its verification when its drafts take so long."""
+        rest_s = self.rest.base_s
+        return max(rest_s, draft_s) if self.drafts_ahead else rest_s + draft_s
 
     def observe(
         self,
@@ -163,8 +171,12 @@ class WindowCosts(Struct, frozen=True, kw_only=True):
         """Costs after one more window with decode steps; uses_drafts: the draft layer ran at all; rest_s: if known."""
         verify = self.verify.observe(num_rows, times.verify_s)
         draft = self.draft.observe(num_draft_steps, times.draft_s) if uses_drafts else self.draft
-        rest = self.rest if rest_s is None else self.rest.observe(0, max(rest_s, _SHORTEST_S))
-        return WindowCosts(verify=verify, draft=draft, rest=rest)
+        rest, ahead_s = self.rest, times.ahead_s
+        # As long as what was drafted beside it, it says how long that took.
+        if rest_s is not None and rest_s >= _CLEARLY_LONGER * ahead_s:
+            rest = rest.observe(0, max(rest_s, _SHORTEST_S))
+        drafts_ahead = ahead_s > 0.0 if uses_drafts else self.drafts_ahead
+        return WindowCosts(verify=verify, draft=draft, rest=rest, drafts_ahead=drafts_ahead)
 
 
 class DraftBid(Struct, frozen=True, kw_only=True):
@@ -174,8 +186,6 @@ class DraftBid(Struct, frozen=True, kw_only=True):
     """Longest chain it may have."""
     survival: Depths
     reach: Depths
-    explore: bool = False
-    """Draft to the cap whatever it costs."""
 
 
 NO_DRAFTS = DraftBid(cap=0, survival=_ZEROS, reach=_ZEROS)
@@ -191,16 +201,18 @@ def choose_depths(bids: tuple[DraftBid, ...], costs: WindowCosts) -> tuple[int, 
     if not costs.verify.is_measured or not any(caps):
         return caps
     verify_base_s, row_s = costs.verify.fit()
-    seconds, step_s = costs.draft.fit()
-    seconds += costs.rest.base_s + verify_base_s + row_s * len(bids)
+    verify_s = verify_base_s + row_s * len(bids)
+    draft_s, step_s = costs.draft.fit()
     rows = _rows(bids)
-    best, best_rate = [0] * len(bids), len(bids) / max(seconds, _SHORTEST_S)
+    best = [0] * len(bids)
+    best_rate = len(bids) / max(verify_s + costs.beside_s(draft_s), _SHORTEST_S)
     for longest in range(1, max(caps) + 1):
-        seconds += step_s * _step_share(bids, longest)
+        draft_s += step_s * _step_share(bids, longest)
+        seconds = verify_s + costs.beside_s(draft_s)
         rate, depths = _fill(bids, [row for row in rows if row[1] <= longest], seconds, row_s)
         if rate > best_rate:
             best, best_rate = depths, rate
-    return tuple([bid.cap if bid.explore else best[index] for index, bid in enumerate(bids)])
+    return tuple(best)
 
 
 _Row = tuple[float, int, int]

@@ -66,6 +66,7 @@ class SchedulerLoop:
 
     async def _run_while_busy(self) -> None:
         roster = self._roster
+        answered_s: float | None = None
         while True:
             roster.follow_engine(self._engine.generation, self._engine.kept_files)
             roster.give_up_overdue()
@@ -75,4 +76,6 @@ class SchedulerLoop:
                 return
             began_s = self._clock()
             result = await self._engine.run_window(plan)
-            roster.apply(plan, result, self._clock() - began_s)
+            last_s, answered_s = answered_s, self._clock()
+            cycle_s = answered_s - (began_s if last_s is None else last_s)
+            roster.apply(plan, result, answered_s - began_s, cycle_s)

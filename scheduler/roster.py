@@ -160,15 +160,25 @@ class Roster:
         )
         return WindowPlan() if plan is None and self._table.in_flight else plan
 
-    def apply(self, plan: WindowPlan, result: WindowResult, seconds: float) -> None:
-        """Take in a window's result and tell the callers."""
+    def apply(
+        self,
+        plan: WindowPlan,
+        result: WindowResult,
+        seconds: float,
+        cycle_s: float | None = None,
+    ) -> None:
+        """Take in a window's result and tell the callers.
+
+        seconds: from plan to result; cycle_s: from the last result, if there was no pause in between.
+        """
         self._parking.files_done(result.files)
         self._table.in_flight = frozenset(result.in_flight)
         plan = self._flight.landed(plan, result)
         if not plan.chunks and not plan.decodes and not plan.starts:
             return
         self._counters.count_window(plan, result, seconds)
-        self._pace = measured(self._table, self._pace, plan, result, seconds)
+        took_s = seconds if cycle_s is None else cycle_s
+        self._pace = measured(self._table, self._pace, plan, result, took_s)
         for start in plan.starts:
             self._parking.started(self._table[start.slot])
         seated, num_free = tuple(self._table), self._table.num_free

@@ -62,6 +62,11 @@ class Pace:
         """Whether the next window drafts as deep as it may."""
         return self.num_windows % EXPLORE_EVERY == 0
 
+    @property
+    def explores_next(self) -> bool:
+        """Whether the window after that does."""
+        return (self.num_windows + 1) % EXPLORE_EVERY == 0
+
 
 SequenceEvent = tuple[SequenceState, TokenEvent]
 """What to tell one sequence's caller."""
@@ -133,11 +138,17 @@ def _plan_decodes(decoding: tuple[Slot, ...], pace: Pace) -> tuple[DecodeStep, .
             for slot in decoding
         ]
     )
-    depths = choose_depths(bids, pace.costs)
+    best = choose_depths(bids, pace.costs)
+    depths = tuple([bid.cap for bid in bids]) if pace.explores else best
     return tuple(
         [
-            DecodeStep(slot=slot.index, max_draft=depth, spec_min_p=slot.sequence.spec_min_p)
-            for slot, depth in zip(decoding, depths, strict=True)
+            DecodeStep(
+                slot=slot.index,
+                max_draft=depth,
+                spec_min_p=slot.sequence.spec_min_p,
+                next_draft=_next_depth(slot.sequence, pace, likely),
+            )
+            for slot, depth, likely in zip(decoding, depths, best, strict=True)
         ]
     )
 
@@ -147,8 +158,13 @@ def _draft_bid(sequence: SequenceState, pace: Pace) -> DraftBid:
         cap=sequence.draft_cap,
         survival=sequence.acceptance.survival(pace.everyone),
         reach=sequence.acceptance.reach(pace.everyone),
-        explore=pace.explores,
     )
+
+
+def _next_depth(sequence: SequenceState, pace: Pace, likely: int) -> int:
+    """How deep the sequence will likely draft when this window has given it a token at least."""
+    cap = max(0, min(sequence.max_draft, sequence.num_wanted_tokens - 2))
+    return cap if pace.explores_next else min(likely, cap)
 
 
 def apply_result(
@@ -261,7 +277,8 @@ def _finished(sequence: SequenceState, reason: FinishReason) -> Finished:
 def measured(
     table: SlotTable, pace: Pace, plan: WindowPlan, result: WindowResult, seconds: float
 ) -> Pace:
-    """The pace after one more window, whose result is not applied yet; seconds: from plan to result."""
+    """The pace after one more window, whose result is not applied yet; seconds: from plan to result, or, where windows
+    follow each other, from result to result."""
     share = pace.share.after(result.times, has_decodes=bool(plan.decodes))
     steps = {step.slot: step for step in plan.decodes}
     everyone, num_rows, num_draft_steps = pace.everyone, 0, 0
@@ -291,4 +308,4 @@ def _rest_s(result: WindowResult, seconds: float) -> float | None:
     times = result.times
     if result.in_flight:
         return None
-    return seconds - times.prefill_s - times.draft_s - times.verify_s
+    return seconds - times.prefill_s - (times.draft_s - times.ahead_s) - times.verify_s

@@ -229,7 +229,7 @@ class Asked(Structure):
     """What a slot's window begins with."""
 
     _fields_ = (
-        *((name, c_int64) for name in ("num_computed", "num_pending", "max_drafts")),
+        *((name, c_int64) for name in ("num_computed", "num_pending", "max_drafts", "is_drafted")),
         ("ids", c_int64 * RECENT_IDS),
     )
 
@@ -246,7 +246,10 @@ class Found(Structure):
 class Seat(Structure):
     """A slot as a window in one call sees it."""
 
-    _fields_ = (("row", PickRow), ("gate", Gate), ("asked", Asked), ("found", Found))
+    _fields_ = (
+        *(("row", PickRow), ("gate", Gate), ("asked", Asked), ("found", Found)),
+        ("drafts", c_int32 * MOST_ROWS),
+    )
 
 
 STAGES = ("start", "PLE", "GDN", "QSA", "MoE", "head")
@@ -281,6 +284,7 @@ _CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
             *(POINTER(PickRow), POINTER(Gate), c_int, c_void_p, c_void_p),
         ),
     ),
+    "ahead": (c_double, (c_void_p, POINTER(Seat), c_void_p, c_int, c_int, c_void_p)),
     "window": (
         None,
         (c_void_p, POINTER(Seat), c_void_p, c_int, c_int, c_int, *[c_void_p] * 3),
@@ -306,6 +310,7 @@ class Library:
     pick: Any
     draft: Any
     chain: Any
+    ahead: Any
     window: Any
 
     def __init__(self, file: Path) -> None:

@@ -8,10 +8,11 @@
 #define MOST_ROWS 8   /* at least window_rows */
 
 /* What Python writes before a call: how many positions are computed, how many of these have no cells in the draft layer
- * yet (-1: the sequence never drafts), how many drafts it may have, and its last ids. The newest id, at the first
- * position that is not computed, comes last; before a sequence's beginning stands what n-grams see there. */
+ * yet (-1: the sequence never drafts), how many drafts it may have, whether they are there already, and its last ids. The
+ * newest id, at the first position that is not computed, comes last; before a sequence's beginning stands what n-grams see
+ * there. */
 typedef struct {
-    int64_t num_computed, num_pending, max_drafts, ids[RECENT_IDS];
+    int64_t num_computed, num_pending, max_drafts, is_drafted, ids[RECENT_IDS];
 } Asked;
 
 /* What it reads after the call. tokens: accepted drafts and the bonus, cut behind a stop id; none unless is_finite. */
@@ -19,34 +20,32 @@ typedef struct {
     int32_t num_drafted, num_accepted, is_finite, num_tokens, tokens[MOST_ROWS];
 } Found;
 
-/* A slot. row: how its sequence picks; gate: where its chains end. Both hold for the sequence, but for gate.min_p. */
+/* A slot. row: how its sequence picks; gate: where its chains end. Both hold for the sequence, but for gate.min_p. drafts:
+ * found.num_drafted of them, of this window or ahead of it. */
 typedef struct {
     PickRow row;
     Gate gate;
     Asked asked;
     Found found;
+    int32_t drafts[MOST_ROWS];
 } Seat;
 
-/* slots: those of the window, by rows; first: each one's first flat row; drafts, chances [slots][window_rows - 1]. */
+/* slots: those of the window, by rows; first: each one's first flat row. */
 typedef struct {
     Step *step;
     Seat *seats;
     const int32_t *slots;
     int num_slots, num_rows, num_ids;
     int32_t first[MOST_SLOTS], picks[MOST_SLOTS * MOST_ROWS];
-    int32_t drafts[MOST_SLOTS * MOST_ROWS];
-    float chances[MOST_SLOTS * MOST_ROWS];
     uint8_t finite[MOST_SLOTS * MOST_ROWS], row_seat[MOST_SLOTS * MOST_ROWS];
     float *logits;
 } Window;
 
 static Seat *seat_of(const Window *w, int i) { return &w->seats[w->slots[i]]; }
 
-static int32_t *drafts_of(Window *w, int i) { return w->drafts + i * (w->step->model->geometry.window_rows - 1); }
-
 /* The e-th id behind the newest known one; earlier ones for e <= 0. */
-static int64_t id_at(Window *w, int i, int e) {
-    return e > 0 ? drafts_of(w, i)[e - 1] : seat_of(w, i)->asked.ids[RECENT_IDS - 1 + e];
+static int64_t id_at(const Seat *seat, int e) {
+    return e > 0 ? seat->drafts[e - 1] : seat->asked.ids[RECENT_IDS - 1 + e];
 }
 
 static void first_row(const Seat *seat, PickRow *row) {
@@ -66,7 +65,7 @@ static void draft_slots(Window *w, int drafting, float *streams) {
     for (int i = 0; i < w->num_slots; i++) {
         const Seat *seat = seat_of(w, i);
         int waiting = (int)seat->asked.num_pending;
-        if (waiting < 0 || (seat->asked.max_drafts > 0) != drafting)
+        if (waiting < 0 || seat->asked.is_drafted || (seat->asked.max_drafts > 0) != drafting)
             continue;
         pieces[count] = (Piece){w->slots[i], num_rows, waiting, (int32_t)seat->asked.num_computed - waiting};
         first_row(seat, &rows[count]);
@@ -76,7 +75,7 @@ static void draft_slots(Window *w, int drafting, float *streams) {
         memcpy(streams + num_rows * width, w->step->state->pending + (int64_t)w->slots[i] * g->window_rows * width,
                (size_t)(waiting * width) * sizeof(float));
         for (int j = 0; j < waiting; j++)
-            ids[num_rows++] = id_at(w, i, j - waiting + 1);
+            ids[num_rows++] = id_at(seat, j - waiting + 1);
     }
     if (!count)
         return;
@@ -85,14 +84,16 @@ static void draft_slots(Window *w, int drafting, float *streams) {
         return;
     }
     int32_t drafts[MOST_SLOTS * MOST_ROWS];
-    chain_rows(w->step, pieces, count, ids, streams, rows, gates, w->num_ids, drafts, w->chances);
+    float chances[MOST_SLOTS * MOST_ROWS];
+    chain_rows(w->step, pieces, count, ids, streams, rows, gates, w->num_ids, drafts, chances);
     for (int c = 0; c < count; c++) {
+        Seat *seat = seat_of(w, which[c]);
         int length = 0;
-        memcpy(drafts_of(w, which[c]), drafts + c * most, (size_t)most * sizeof(int32_t));
-        while (length < gates[c].max_drafts && passes(&gates[c], w->chances[c * most + length]))
+        memcpy(seat->drafts, drafts + c * most, (size_t)most * sizeof(int32_t));
+        while (length < gates[c].max_drafts && passes(&gates[c], chances[c * most + length]))
             if (is_stop(&gates[c], drafts[c * most + length++]))
                 break;
-        seat_of(w, which[c])->found.num_drafted = length;
+        seat->found.num_drafted = length;
     }
 }
 
@@ -104,7 +105,7 @@ static void pick_row(void *context, int flat, int thread) {
     PickRow row;
     first_row(seat_of(w, i), &row);
     row.position += j;
-    row.drafts = drafts_of(w, i);
+    row.drafts = seat_of(w, i)->drafts;
     row.num_drafts = j;
     stratagate_pick(w->logits + (int64_t)flat * n, n, w->num_ids, &row, 1, work, &w->picks[flat], &chance,
                     &w->finite[flat]);
@@ -121,7 +122,7 @@ static void verify(Window *w, int context, float *streams) {
         for (int j = 0; j < count; j++, w->num_rows++) {
             w->row_seat[w->num_rows] = (uint8_t)i;
             for (int c = 0; c <= context; c++)
-                ids[w->num_rows * (context + 1) + c] = id_at(w, i, j - context + c);
+                ids[w->num_rows * (context + 1) + c] = id_at(seat_of(w, i), j - context + c);
         }
     }
     trunk_rows(w->step, pieces, w->num_slots, 0, ids, context, 0, streams);
@@ -133,7 +134,7 @@ static void verify(Window *w, int context, float *streams) {
 static void accept(Window *w, int i) {
     Seat *seat = seat_of(w, i);
     Found *found = &seat->found;
-    const int32_t *picks = w->picks + w->first[i], *drafts = drafts_of(w, i);
+    const int32_t *picks = w->picks + w->first[i], *drafts = seat->drafts;
     found->is_finite = 1;
     for (int j = 0; j <= found->num_drafted; j++)
         found->is_finite &= w->finite[w->first[i] + j];
@@ -153,6 +154,32 @@ static void accept(Window *w, int i) {
     }
 }
 
+static void draft(Window *w, float *streams) {
+    for (int i = 0; i < w->num_slots; i++) {
+        Seat *seat = seat_of(w, i);
+        int most = (int)seat->asked.max_drafts;
+        if (!seat->asked.is_drafted)
+            seat->found.num_drafted = 0;
+        else if (seat->found.num_drafted > most)
+            seat->found.num_drafted = most;
+    }
+    if (!w->step->model->draft)
+        return;
+    draft_slots(w, 0, streams);
+    draft_slots(w, 1, streams);
+}
+
+/* Writes the cells that wait and drafts for slots whose next window is still to be asked for; seats and streams as for it.
+ * Returns the seconds that it took. */
+EXPORT double stratagate_ahead(Step *step, Seat *seats, const int32_t *slots, int num_slots, int num_ids, float *streams) {
+    Window w = {.step = step, .seats = seats, .slots = slots, .num_slots = num_slots, .num_ids = num_ids};
+    double began = now();
+    pool_wake(step->pool);
+    draft(&w, streams);
+    pool_rest(step->pool);
+    return now() - began;
+}
+
 /* Runs a window of the slots, whose seats [num_slots of the model] say what is asked and get what was found; streams [R, W]
  * and logits [R, vocab] are room for its rows; num_ids: ids from here on are never picked; seconds: what drafting and
  * everything else took. */
@@ -163,12 +190,7 @@ EXPORT void stratagate_window(Step *step, Seat *seats, const int32_t *slots, int
     int num_kept = 0;
     double began = now();
     pool_wake(step->pool);
-    for (int i = 0; i < num_slots; i++)
-        seat_of(&w, i)->found.num_drafted = 0;
-    if (step->model->draft) {
-        draft_slots(&w, 0, streams);
-        draft_slots(&w, 1, streams);
-    }
+    draft(&w, streams);
     double drafted = now();
     verify(&w, context, streams);
     for (int i = 0; i < num_slots; i++) {

@@ -106,19 +106,35 @@ STOPPING = replace(SAMPLED, stop_token_ids=tuple(range(0, 250, 5)))
 LOGPROBS = replace(SAMPLED, top_logprobs=2)
 
 
-def outcome(checkpoint: Path, params: Sequence[SamplingParams]) -> list[WindowResult]:
-    """Windows of changing depths and slots, without their times."""
+def outcome(
+    checkpoint: Path, params: Sequence[SamplingParams], *, works_ahead: bool = False
+) -> list[WindowResult]:
+    """Windows of changing depths, gates and slots, without their times.
+
+    works_ahead: draft before each, now as deep as is then asked for, now deeper, now less deep.
+    """
     engine = seated(checkpoint, params)
     results: list[WindowResult] = []
-    for number in range(9):
+    for number in range(12):
         steps = [
-            DecodeStep(slot=slot, max_draft=(number + 2 * slot) % 5, spec_min_p=0.01 * (slot % 2))
+            DecodeStep(
+                slot=slot,
+                max_draft=_depth(number, slot),
+                spec_min_p=0.01 * ((slot + number // 5) % 2),
+                next_draft=_depth(number + 1, slot) + number % 3 - 1,
+            )
             for slot in range(len(params))
             if (number + slot) % 4
         ]
         result = decode(engine, steps)
+        if works_ahead:
+            engine.work_ahead()
         results.append(replace(result, times=WindowTimes(prefill_s=0, draft_s=0, verify_s=0)))
     return results
+
+
+def _depth(number: int, slot: int) -> int:
+    return (number + 2 * slot) % 5
 
 
 def by_slot(results: Sequence[WindowResult]) -> list[list[SlotTokens]]:
@@ -147,6 +163,52 @@ def test_a_window_in_one_call_is_that_of_its_parts(
     # With one slot these random weights never draft what they pick.
     accepted = any(tokens.num_accepted for result in in_one for tokens in result.tokens)
     assert accepted or len(params) == 1
+
+
+@pytest.mark.parametrize(
+    "params",
+    [[SAMPLED], [GREEDY, SAMPLED, PENALIZED, BIASED], [STOPPING, LOGPROBS]],
+    ids=["one", "four", "stops"],
+)
+def test_windows_drafted_ahead_are_those_drafted_when_asked_for(
+    checkpoint: Path, params: list[SamplingParams]
+) -> None:
+    assert outcome(checkpoint, params, works_ahead=True) == outcome(checkpoint, params)
+
+
+def test_drafts_made_ahead_are_used(checkpoint: Path) -> None:
+    engine = seated(checkpoint, [SAMPLED])
+    step = DecodeStep(slot=0, max_draft=2, spec_min_p=0.0, next_draft=2)
+    assert decode(engine, [step]).times.ahead_s == 0.0
+    engine.work_ahead()
+    times = decode(engine, [step]).times
+    assert 0.0 < times.ahead_s <= times.draft_s
+    assert decode(engine, [step]).times.ahead_s == 0.0
+
+
+def test_drafts_made_ahead_are_not_the_next_sequences(checkpoint: Path) -> None:
+    engine, fresh = (seated(checkpoint, [SAMPLED, SAMPLED]) for _ in range(2))
+    step = DecodeStep(slot=0, max_draft=2, spec_min_p=0.0, next_draft=2)
+    decode(engine, [step])
+    engine.work_ahead()
+    anew = WindowPlan(
+        starts=(SlotStart(slot=0, sampling=PENALIZED),),
+        chunks=(PrefillChunk(slot=0, token_ids=(9, 8, 7, 6, 5), start=0, is_last=True),),
+    )
+    for one in (engine, fresh):
+        one.run_window(anew)
+    assert decode(engine, [step]).tokens == decode(fresh, [step]).tokens
+
+
+def test_no_draft_is_made_behind_the_end_of_the_context(checkpoint: Path) -> None:
+    engine = seated(checkpoint, [SAMPLED])
+    step = DecodeStep(slot=0, max_draft=0, spec_min_p=0.0, next_draft=4)
+    cells = engine.state.k.clone()
+    while len(engine.sequence_ids(0)) < engine.info.max_context:
+        decode(engine, [step])
+        engine.work_ahead()
+    changed = (engine.state.k != cells).flatten(3).any(-1)
+    assert not changed[:, 1:].any()
 
 
 def test_slots_without_drafts_share_a_window_with_others(

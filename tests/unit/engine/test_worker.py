@@ -115,6 +115,36 @@ def test_any_other_error_ends_the_process(worker: Worker, kind: FaultKind, name:
     assert worker.join() == EXIT_FAILED
 
 
+def test_the_engine_works_ahead_when_a_window_is_answered(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered, ahead = threading.Event(), threading.Event()
+
+    def work_ahead(_: FakeEngine) -> None:
+        if answered.wait(5.0):
+            ahead.set()
+
+    monkeypatch.setattr(FakeEngine, "work_ahead", work_ahead)
+    worker.ask(load())
+    assert isinstance(worker.ask(RunWindow(plan=FIRST)), WindowDone)
+    answered.set()
+    assert ahead.wait(5.0)
+
+
+def test_work_ahead_that_fails_ends_the_process(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work_ahead(_: FakeEngine) -> None:
+        raise RuntimeError("too far")
+
+    monkeypatch.setattr(FakeEngine, "work_ahead", work_ahead)
+    worker.ask(load())
+    assert isinstance(worker.ask(RunWindow(plan=FIRST)), WindowDone)
+    failed = worker.channel.receive()
+    assert failed == WindowFailed(kind="RuntimeError", message="too far", fatal=True)
+    assert worker.join() == EXIT_FAILED
+
+
 def test_a_failed_load_ends_the_process(worker: Worker) -> None:
     answer = worker.ask(Load(config=EngineConfig(), scripted=FakeScript(load_error="too large")))
     assert answer == LoadFailed(kind="ModelLoadError", message="too large")

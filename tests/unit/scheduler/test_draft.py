@@ -30,9 +30,9 @@ def observed(measured: WindowCosts, rows: int, steps: int, times: WindowTimes) -
     return measured.observe(num_rows=rows, num_draft_steps=steps, uses_drafts=True, times=times)
 
 
-def bid(rate: float, *, cap: int = MAX_SPEC, explore: bool = False) -> DraftBid:
+def bid(rate: float, *, cap: int = MAX_SPEC) -> DraftBid:
     survival = tuple(rate**depth for depth in range(1, MAX_SPEC + 1))
-    return DraftBid(cap=cap, survival=survival, reach=(1.0,) * MAX_SPEC, explore=explore)
+    return DraftBid(cap=cap, survival=survival, reach=(1.0,) * MAX_SPEC)
 
 
 def test_costs_recover_the_line() -> None:
@@ -111,6 +111,33 @@ def test_what_every_window_costs_besides_makes_chains_longer() -> None:
     assert choose_depths((bid(0.6),), far)[0] > 1
 
 
+def test_drafts_made_beside_the_rest_cost_what_exceeds_it() -> None:
+    measured = costs(base_s=0.001, row_s=0.0, draft_s=0.002)
+    assert measured.beside_s(0.004) == pytest.approx(0.004)
+    times = WindowTimes(prefill_s=0.0, draft_s=0.002, verify_s=0.001, ahead_s=0.002)
+    seen = measured.observe(
+        num_rows=2, num_draft_steps=1, uses_drafts=True, times=times, rest_s=0.006
+    )
+    assert seen.beside_s(0.004) == pytest.approx(0.006)
+    assert seen.beside_s(0.008) == pytest.approx(0.008)
+    one_by_one = seen.observe(
+        num_rows=2,
+        num_draft_steps=1,
+        uses_drafts=True,
+        times=WindowTimes(prefill_s=0.0, draft_s=0.002, verify_s=0.001),
+        rest_s=0.006,
+    )
+    assert one_by_one.beside_s(0.004) == pytest.approx(0.010)
+
+
+def test_a_window_that_waited_for_drafts_does_not_say_how_long_the_rest_took() -> None:
+    times = WindowTimes(prefill_s=0.0, draft_s=0.004, verify_s=0.001, ahead_s=0.004)
+    measured = WindowCosts().observe(
+        num_rows=2, num_draft_steps=1, uses_drafts=True, times=times, rest_s=0.0041
+    )
+    assert not measured.rest.is_measured
+
+
 def test_windows_without_the_draft_layer_say_nothing_about_it() -> None:
     times = WindowTimes(prefill_s=0.0, draft_s=1e-6, verify_s=0.01)
     measured = WindowCosts().observe(num_rows=1, num_draft_steps=0, uses_drafts=False, times=times)
@@ -128,11 +155,6 @@ def test_a_chain_has_no_gaps() -> None:
     """Draft 2 would be worth its row, but there is none without draft 1."""
     steep = DraftBid(cap=2, survival=(0.3, 0.05, 0.0, 0.0), reach=(1.0, 0.05, 0.0, 0.0))
     assert choose_depths((steep,), costs(base_s=0.001, row_s=0.002)) == (0,)
-
-
-def test_exploring_goes_to_the_cap() -> None:
-    dear = costs(base_s=0.001, row_s=0.1)
-    assert choose_depths((bid(0.1, cap=3, explore=True), bid(0.1)), dear) == (3, 0)
 
 
 def test_no_bids_no_depths() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from engine.interface import SlotFailure, SlotTokens, WindowPlan, WindowResult, WindowTimes
 from scheduler.draft import EXPLORE_EVERY
@@ -178,6 +179,40 @@ def test_slots_explore_in_the_same_window() -> None:
     assert explored == [(4,), (4, 4)]
 
 
+def test_the_engine_is_told_how_deep_the_next_window_will_draft() -> None:
+    table = table_of(decoding(max_tokens=1000))
+    read_all(table)
+    pace, told, asked = PACE, list[int](), list[int]()
+    times = WindowTimes(prefill_s=0.0, draft_s=0.05, verify_s=0.01)
+    for _ in range(3 * EXPLORE_EVERY + 1):
+        plan = planned(table, pace)
+        step = plan.decodes[0]
+        asked.append(step.max_draft)
+        told.append(step.next_draft)
+        answer = replace(result(tokens(0, 7, num_drafted=step.max_draft)), times=times)
+        pace = measured(table, pace, plan, answer, 0.06)
+        apply_result(table, plan, answer)
+    explores = range(0, len(told), EXPLORE_EVERY)
+    assert [asked[window] for window in explores] == [4, 4, 4, 4]
+    assert [told[window - 1] for window in explores[1:]] == [4, 4, 4]
+    # What was explored is dear: the next window is not expected to go so deep.
+    assert max(told[window] for window in explores[1:]) < 4
+    settled = [w for w in range(1, len(told)) if w not in explores and w + 1 not in explores]
+    assert [told[window] for window in settled] == [asked[window] for window in settled]
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "max_draft", "next_draft"), [(5, 3, 2), (3, 1, 0), (2, 0, 0)]
+)
+def test_drafts_for_the_next_window_fit_behind_a_token_of_this_one(
+    max_tokens: int, max_draft: int, next_draft: int
+) -> None:
+    table = table_of(decoding(max_tokens=max_tokens))
+    read_all(table)
+    step = planned(table).decodes[0]
+    assert (step.max_draft, step.next_draft) == (max_draft, next_draft)
+
+
 def test_what_a_window_takes_beside_the_engine_is_measured() -> None:
     table = table_of(decoding(max_tokens=1000))
     read_all(table)
@@ -186,6 +221,9 @@ def test_what_a_window_takes_beside_the_engine_is_measured() -> None:
     answer = replace(result(tokens(0, 7)), times=times)
     after = measured(table, PACE, plan, answer, 0.010)
     assert after.costs.rest.base_s == pytest.approx(0.004)
+    ahead = replace(answer, times=structs.replace(times, ahead_s=0.002))
+    after = measured(table, PACE, plan, ahead, 0.010)
+    assert after.costs.rest.base_s == pytest.approx(0.006)
     flying = replace(answer, in_flight=(3,))
     assert not measured(table, PACE, plan, flying, 0.010).costs.rest.is_measured
 
