@@ -99,11 +99,10 @@ class RequestHandle(AsyncIterator[TokenEvent]):
         """For the loop alone: deliver an event, unless the caller has left or the last one was delivered."""
         if self._cancelled or self.ended_s is not None:
             return
-        if isinstance(event, Tokens):
-            if self.first_token_s is None:
-                self.first_token_s = now_s
-        else:
+        if not isinstance(event, Tokens):
             self.ended_s = now_s
+        elif self.first_token_s is None:
+            self.first_token_s = now_s
         self._events.append(event)
         if (notify := self._notify) is not None:
             self._notify = None

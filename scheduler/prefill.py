@@ -85,6 +85,8 @@ class ReadShare:
 
     def after(self, times: WindowTimes, *, has_decodes: bool) -> ReadShare:
         """The balance after a window that took `times`."""
+        if self.owed_s == 0.0 and times.prefill_s == 0.0:
+            return self
         if not has_decodes:
             return replace(self, owed_s=0.0)
         decode_s = times.draft_s + times.verify_s

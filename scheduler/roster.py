@@ -189,14 +189,14 @@ class Roster:
         if plan.chunks:
             self._share_prompts({chunk.slot for chunk in plan.chunks if chunk.is_last})
         now = self._clock()
-        handles, counters = self._handles, self._counters
+        handles, num_tokens = self._handles, 0
         for sequence, event in events:
-            if isinstance(event, Tokens):
-                if (handle := handles.get(sequence.arrival)) is not None:
-                    handle.publish(event, now)
-                    counters.completion_tokens += len(event.token_ids)
-            else:
+            if not isinstance(event, Tokens):
                 self._end(sequence, event, now)
+            elif (handle := handles.get(sequence.arrival)) is not None:
+                handle.publish(event, now)
+                num_tokens += len(event.token_ids)
+        self._counters.completion_tokens += num_tokens
 
     def fail_all(self, error: Exception) -> None:
         """Nobody here can go on."""

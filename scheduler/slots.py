@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
+from engine.interface import DecodeStep
 from scheduler.sequence import Phase, SequenceState
 
 
@@ -14,6 +15,8 @@ class Slot(Struct, frozen=True, kw_only=True):
 
     index: int
     sequence: SequenceState
+    plain_step: DecodeStep
+    """Decoding without drafts: the same in every window."""
 
 
 class SlotTable:
@@ -22,6 +25,8 @@ class SlotTable:
     def __init__(self, num_slots: int) -> None:
         assert num_slots > 0
         self._seats: list[Slot | None] = [None] * num_slots
+        self._taken: tuple[Slot, ...] = ()
+        """The seats that are taken; windows look at them more often than they change."""
         self.in_flight: frozenset[int] = frozenset()
         """Seats whose tokens come with a later window: until then nothing is planned for them, nor are they freed."""
 
@@ -30,7 +35,7 @@ class SlotTable:
 
     def __iter__(self) -> Iterator[Slot]:
         """The seats that are taken now, by index; a snapshot."""
-        return iter([slot for slot in self._seats if slot is not None])
+        return iter(self._taken)
 
     def __getitem__(self, index: int) -> SequenceState:
         slot = self._seats[index]
@@ -39,14 +44,14 @@ class SlotTable:
 
     @property
     def num_free(self) -> int:
-        return self._seats.count(None)
+        return len(self._seats) - len(self._taken)
 
     def settled(self) -> tuple[Slot, ...]:
         """Taken seats that are not in flight."""
         flying = self.in_flight
         if not flying:
-            return tuple(self)
-        return tuple([slot for slot in self if slot.index not in flying])
+            return self._taken
+        return tuple([slot for slot in self._taken if slot.index not in flying])
 
     def in_phase(self, phase: Phase) -> tuple[Slot, ...]:
         return tuple([slot for slot in self if slot.sequence.phase is phase])
@@ -55,8 +60,9 @@ class SlotTable:
         """Give a waiting sequence the first free seat; a suspended one goes on decoding."""
         assert sequence.phase is Phase.WAITING
         index = self._seats.index(None)
-        slot = Slot(index=index, sequence=sequence)
-        self._seats[index] = slot
+        step = DecodeStep(slot=index, max_draft=0, spec_min_p=sequence.spec_min_p)
+        slot = Slot(index=index, sequence=sequence, plain_step=step)
+        self._set(index, slot)
         sequence.phase = Phase.DECODING if sequence.output_ids else Phase.READING
         sequence.is_started = False
         return slot
@@ -64,7 +70,7 @@ class SlotTable:
     def release(self, index: int) -> SequenceState:
         """Free a seat for good: its sequence is over."""
         sequence = self[index]
-        self._seats[index] = None
+        self._set(index, None)
         sequence.phase = Phase.ENDED
         return sequence
 
@@ -72,12 +78,17 @@ class SlotTable:
         """Free the seat of a sequence that will go on later."""
         sequence = self[index]
         assert sequence.phase is Phase.DECODING
-        self._seats[index] = None
+        self._set(index, None)
         sequence.phase = Phase.WAITING
         return sequence
 
+    def _set(self, index: int, slot: Slot | None) -> None:
+        self._seats[index] = slot
+        self._taken = tuple([slot for slot in self._seats if slot is not None])
+
     def check_invariants(self) -> None:
         """Raises AssertionError when the table contradicts itself or its sequences."""
+        assert self._taken == tuple(slot for slot in self._seats if slot is not None), "stale seats"
         sequences = [slot.sequence for slot in self]
         assert len({id(sequence) for sequence in sequences}) == len(sequences), "seated twice"
         for slot in self:

@@ -124,9 +124,7 @@ class Counters:
         self.windows += 1
         self.window_s += seconds
         self.prompt_tokens += sum(len(chunk.token_ids) for chunk in plan.chunks)
-        for tokens in result.tokens:
-            if tokens.num_drafted == 0:
-                continue
+        for tokens in [tokens for tokens in result.tokens if tokens.num_drafted > 0]:
             for depth in range(tokens.num_drafted):
                 self.drafts_offered[depth] += 1
             for depth in range(tokens.num_accepted):

@@ -132,6 +132,8 @@ def _next_chunk(slot: Slot, rules: WindowRules) -> PrefillChunk:
 
 
 def _plan_decodes(decoding: tuple[Slot, ...], pace: Pace) -> tuple[DecodeStep, ...]:
+    if not any([slot.sequence.max_draft for slot in decoding]):  # noqa: C419 - a generator costs more
+        return tuple([slot.plain_step for slot in decoding])
     bids = tuple(
         [
             _draft_bid(slot.sequence, pace) if slot.sequence.max_draft else NO_DRAFTS
@@ -181,7 +183,8 @@ def apply_result(
         _count_reading(table, plan)
     broken = broken_slots(plan, result)
     produced = {tokens.slot: tokens for tokens in result.tokens}
-    steps = {step.slot: step for step in plan.decodes}
+    read = {chunk.slot for chunk in plan.chunks}
+    drafting = {step.slot: step for step in plan.decodes if step.max_draft > 0}
     events: list[SequenceEvent] = []
     for slot in table.settled():
         sequence, index = slot.sequence, slot.index
@@ -191,9 +194,9 @@ def apply_result(
             table.release(index)
             events.append((sequence, Failed(error=SlotFailed(broken[index]))))
         elif (tokens := produced.get(index)) is not None:
-            if (step := steps.get(index)) is not None:
+            if index not in read:
                 sequence.num_steps += 1
-                if step.max_draft > 0:
+                if (step := drafting.get(index)) is not None:
                     _count_drafts(sequence, step, tokens)
             events.append((sequence, _extend(sequence, tokens)))
             if (reason := sequence.finish_reason()) is not None:
@@ -232,9 +235,9 @@ class Flight:
 
 def broken_slots(plan: WindowPlan, result: WindowResult) -> dict[int, str]:
     """The slots whose state cannot be trusted after this window, and why."""
-    heard = {tokens.slot for tokens in result.tokens}
-    silent = [step.slot for step in plan.decodes if step.slot not in heard]
-    silent += [c.slot for c in plan.chunks if c.is_last and c.slot not in heard]
+    asked = {step.slot for step in plan.decodes}
+    asked.update([chunk.slot for chunk in plan.chunks if chunk.is_last])
+    silent = asked.difference([tokens.slot for tokens in result.tokens])
     failed = {failure.slot: failure.message for failure in result.failures}
     return dict.fromkeys(silent, _NO_TOKENS) | failed
 
@@ -280,23 +283,24 @@ def measured(
     """The pace after one more window, whose result is not applied yet; seconds: from plan to result, or, where windows
     follow each other, from result to result."""
     share = pace.share.after(result.times, has_decodes=bool(plan.decodes))
-    steps = {step.slot: step for step in plan.decodes}
-    everyone, num_rows, num_draft_steps = pace.everyone, 0, 0
-    for tokens in result.tokens:
-        if (step := steps.get(tokens.slot)) is None:
-            continue
-        num_rows += 1
-        if step.max_draft > 0:
+    decoded = result.tokens
+    if read := {chunk.slot for chunk in plan.chunks}:
+        decoded = [tokens for tokens in decoded if tokens.slot not in read]
+    if not decoded:
+        return replace(pace, share=share)
+    everyone, num_rows, num_draft_steps = pace.everyone, len(decoded), 0
+    drafting = {slot.index for slot in table if slot.sequence.max_draft > 0}
+    steps = {step.slot: step for step in plan.decodes if step.slot in drafting} if drafting else {}
+    for tokens in decoded if steps else ():
+        step = steps.get(tokens.slot)
+        if step is not None and step.max_draft > 0:
             num_rows += tokens.num_drafted
             num_draft_steps = max(num_draft_steps, min(step.max_draft, tokens.num_drafted + 1))
             everyone = _observed(everyone, step, tokens)
-    if num_rows == 0:
-        return replace(pace, share=share)
-    drafting = [slot for slot in table if slot.sequence.max_draft > 0]
     costs = pace.costs.observe(
         num_rows=num_rows,
         num_draft_steps=num_draft_steps,
-        uses_drafts=any([slot.index in steps for slot in drafting]),  # noqa: C419
+        uses_drafts=bool(steps),
         times=result.times,
         rest_s=_rest_s(result, seconds),
     )

@@ -13,7 +13,6 @@ from scheduler.config import SchedulerConfig
 from scheduler.errors import EngineDead
 from scheduler.messages import Failed
 from scheduler.parking import checkpoint_positions, free_host_bytes
-from scheduler.slots import Slot
 from tests.factories import expected_ids, make_request
 from tests.property.schedules import Asked, Server
 
@@ -335,7 +334,7 @@ def test_a_slot_without_a_tenant_is_left_alone() -> None:
     (slot,) = subject.roster._table
     parking = subject.roster._parking
     parking.forget(slot.sequence)
-    parking.left(Slot(index=0, sequence=slot.sequence))
+    parking.left(slot)
     assert not parking.suspend(slot)
 
 

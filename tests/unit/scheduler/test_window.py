@@ -159,6 +159,34 @@ def test_a_hopeless_slot_stops_drafting_but_looks_again() -> None:
     assert 4 in depths[100:]
 
 
+def test_sequences_without_drafts_decode_in_the_same_step_every_window() -> None:
+    table = table_of(decoding(max_draft=0), decoding(max_draft=0))
+    read_all(table)
+    steps = planned(table).decodes
+    assert [(step.slot, step.max_draft, step.spec_min_p) for step in steps] == [
+        (0, 0, 0.5),
+        (1, 0, 0.5),
+    ]
+    table.seat(decoding(max_tokens=50))
+    read_all(table)
+    assert [step.max_draft for step in planned(table).decodes] == [0, 0, 4]
+    assert planned(table).decodes[:2] == steps
+
+
+def test_only_decoded_rows_are_priced() -> None:
+    """A prompt's last chunk brings a token as well, and its time is not the window's decoding."""
+    table = table_of(decoding(max_draft=0))
+    read_all(table)
+    table.seat(make_sequence(prompt_ids=(1,), max_draft=0))
+    plan = planned(table)
+    assert plan.chunks and plan.decodes
+    costs = measured(table, PACE, plan, result(tokens(0, 7), tokens(1, 7)), 0.01).costs
+    assert costs.verify.sum_amount == 1
+    assert not costs.draft.is_measured
+    (first, _), (second, _) = apply_result(table, plan, result(tokens(0, 7), tokens(1, 7)))
+    assert (first.num_steps, second.num_steps) == (1, 0)
+
+
 def test_slots_explore_in_the_same_window() -> None:
     """However long each has been seated: what one chain costs the draft layer, four nearly share."""
     table = table_of(decoding(max_tokens=1000))
