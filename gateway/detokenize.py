@@ -51,6 +51,8 @@ class Detokenizer:
         """The decoder holds the beginning of a character."""
         self._strip_space = tokenizer.strips_first_space
         self._stop = StopMatcher(stop)
+        self.is_plain = not stop
+        """There is no stop string to look for."""
         self._num_chars = 0
         """Characters decoded so far, held ones included."""
         self._pending: list[OutputToken] = []
@@ -69,11 +71,8 @@ class Detokenizer:
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None = None
     ) -> TextDelta:
         """Take new ids, give the text that is now certain."""
-        if logprobs is None and not self._stop.strings:
-            self.num_tokens += len(token_ids)
-            if len(token_ids) == 1:
-                return TextDelta(self._decode(self._token_bytes(token_ids[0])))
-            return TextDelta(self._decode(b"".join(map(self._token_bytes, token_ids))))
+        if logprobs is None and self.is_plain:
+            return TextDelta(self.plain_text(token_ids))
         released: list[str] = []
         for index, token_id in enumerate(token_ids):
             if self.stopped:
@@ -92,6 +91,13 @@ class Detokenizer:
             released.append(self._stop.push(text))
             self.stopped = self._stop.found
         return TextDelta(text="".join(released), tokens=self._release_tokens())
+
+    def plain_text(self, token_ids: Sequence[int]) -> str:
+        """The text of `push`, where there are neither stop strings nor log-probabilities."""
+        self.num_tokens += len(token_ids)
+        if len(token_ids) == 1:
+            return self._decode(self._token_bytes(token_ids[0]))
+        return self._decode(b"".join(map(self._token_bytes, token_ids)))
 
     def finish(self) -> TextDelta:
         """No more ids come: what was held back, a broken character as U+FFFD."""

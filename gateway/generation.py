@@ -111,8 +111,11 @@ class Choice:
         self._num_stop_ids = 0
         self._parser = parser
         self._think_ids = None if parser is None else files.think_ids
+        self._think_open_id = None if self._think_ids is None else self._think_ids[0]
         self._in_thought = prepared.in_thought
         self._has_calls = False
+        self._is_plain = self._shows_all()
+        """Until an id ends it or opens a thought, text is content as it comes."""
 
     @property
     def ended(self) -> bool:
@@ -135,6 +138,9 @@ class Choice:
     def accept(self, event: Tokens) -> ChoiceDelta:
         """New tokens; the delta ends the choice when they complete a stop string."""
         ids = event.token_ids
+        if self._is_plain and ids[-1] not in self._stop_ids and self._think_open_id not in ids:
+            text = self._detokenizer.plain_text(ids)
+            return ChoiceDelta(index=self.index, content=text, num_tokens=len(ids))
         # The stop id is counted and never shown, whether or not it has text.
         has_stop_id = ids[-1] in self._stop_ids
         shown = ids[:-1] if has_stop_id else ids
@@ -150,14 +156,26 @@ class Choice:
         elif has_stop_id:
             self._num_stop_ids += 1
             num_tokens += 1
-        if self._parser is not None:
-            return self._parsed(self._parser, delta, num_tokens)
-        return ChoiceDelta(
-            index=self.index,
-            content=delta.text,
-            tokens=delta.tokens,
-            finish_reason=self.finish_reason,
-            num_tokens=num_tokens,
+        if self._parser is None:
+            news = ChoiceDelta(
+                index=self.index,
+                content=delta.text,
+                tokens=delta.tokens,
+                finish_reason=self.finish_reason,
+                num_tokens=num_tokens,
+            )
+        else:
+            news = self._parsed(self._parser, delta, num_tokens)
+        self._is_plain = self._shows_all()
+        return news
+
+    def _shows_all(self) -> bool:
+        """Whether there is nothing left to be told apart, found or counted in the text."""
+        return (
+            self._parser is None
+            and not (self._in_thought and self._think_ids is not None)
+            and self._detokenizer.is_plain
+            and self.prepared.request.sampling.top_logprobs is None
         )
 
     def finish(self, event: Finished) -> ChoiceDelta:

@@ -153,7 +153,7 @@ class Meter:
         self._metrics.prompt_accepted(prompt_tokens)
 
     def delivered(self, num_tokens: int) -> None:
-        """Called for every delta with the tokens it brought."""
+        """Called for every delivery with the tokens it brought."""
         if num_tokens == 0:
             return
         self._completion_tokens += num_tokens
@@ -189,13 +189,13 @@ class _TokenCollector(Collector):
 
     def __init__(self, recent: RecentTokens) -> None:
         self._recent = recent
-        self._num_tokens = 0
+        self.num_tokens = 0
         self._counts = [0] * (len(_GAP_BUCKETS_S) + 1)
         self._sum_s = 0.0
 
     def delivered(self, num_tokens: int, now_s: float, last_s: float | None) -> None:
         """Count a delivery and, by token, the time since the one before, if there was one."""
-        self._num_tokens += num_tokens
+        self.num_tokens += num_tokens
         self._recent.add(now_s, num_tokens)
         if last_s is None:
             return
@@ -203,9 +203,14 @@ class _TokenCollector(Collector):
         self._counts[bisect_left(_GAP_BUCKETS_S, gap_s)] += 1
         self._sum_s += gap_s
 
+    @property
+    def num_gaps(self) -> int:
+        """Deliveries that had one before them."""
+        return sum(self._counts)
+
     def collect(self) -> Iterator[Metric]:
         yield _counter(
-            "completion_tokens", "Output tokens delivered, stop ids included.", self._num_tokens
+            "completion_tokens", "Output tokens delivered, stop ids included.", self.num_tokens
         )
         bounds = [*map(str, _GAP_BUCKETS_S), "+Inf"]
         yield HistogramMetricFamily(

@@ -187,7 +187,7 @@ class ChunkFrames:
         is_plain = content and not (delta.reasoning or delta.calls or delta.tokens)
         if is_plain and not self._delivery.continuous_usage:
             before, after = self._around.get(delta.index) or self._around_text(delta.index)
-            data = b"%b%b%b" % (before, orjson.dumps(content), after)
+            data = before + orjson.dumps(content) + after
         else:
             data = self._chunk(self._chunks.output(delta)) if delta.has_output else b""
         if delta.finish_reason is None:
@@ -254,6 +254,8 @@ class FrameStream(AsyncIterator[bytes]):
         self._write: WriteNow | None = None
         self._hang_up: Callable[[], object] | None = None
         self._kept: list[bytes] = []
+        self._num_uncounted = 0
+        """Tokens that the meter has not been told of."""
         self._is_due = False
         """`_flush` will be called."""
         self._is_taken = False
@@ -275,6 +277,7 @@ class FrameStream(AsyncIterator[bytes]):
     def close(self) -> None:
         """Cancel the sequences if they still run. Idempotent."""
         self._generation.close()
+        self._count()
         self._meter.ended("cancelled")
 
     async def __anext__(self) -> bytes:
@@ -292,12 +295,16 @@ class FrameStream(AsyncIterator[bytes]):
         return data
 
     def _deliver(self, delta: ChoiceDelta) -> None:
-        self._meter.delivered(delta.num_tokens)
+        self._num_uncounted += delta.num_tokens
         data = self._writer.output(delta)
         if data:
-            self._put(data)
+            self._kept.append(data)
+        if not self._is_due:
+            self._is_due = True
+            self._writing.call(self._flush)
 
     def _end(self, error: Exception | None) -> None:
+        self._count()
         try:
             if error is not None:
                 raise error
@@ -317,8 +324,14 @@ class FrameStream(AsyncIterator[bytes]):
             self._is_due = True
             self._writing.call(self._flush)
 
+    def _count(self) -> None:
+        """Tell the meter, once for all that is written together."""
+        num_tokens, self._num_uncounted = self._num_uncounted, 0
+        self._meter.delivered(num_tokens)
+
     def _flush(self) -> None:
         self._is_due = False
+        self._count()
         if self._is_taken:
             return  # the iterator comes back for the rest
         if self._kept and self._write is not None and self._write(b"".join(self._kept)):

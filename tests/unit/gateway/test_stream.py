@@ -114,7 +114,8 @@ class Line:
 
         self.generation = Generation([choice(0)], submit, counts_reasoning=False)
         self.writer = frames_of(self.generation, ChatChunks(None))
-        meter = Meter(Metrics(no_stats), "chat", lambda: 0.0)
+        self.metrics = Metrics(no_stats)
+        meter = Meter(self.metrics, "chat", lambda: 0.0)
         self.stream = FrameStream(self.generation, self.writer, meter, NextTurn())
         (self.handle,) = handles
         self.takes = True
@@ -176,6 +177,24 @@ async def test_what_several_windows_brought_leaves_in_one_write_a_chunk_for_each
     line.handle.publish(Tokens(token_ids=(300,)), 0.0)
     await line.say(301)
     assert [contents(data) for data in line.written[opening:]] == [[text_of(300), text_of(301)]]
+
+
+@pytest.mark.parametrize("takes", [True, False])
+async def test_tokens_are_counted_once_for_what_is_written_together(takes: bool) -> None:
+    line = Line()
+    line.takes = takes
+    line.stream.start(line.write)
+    await asyncio.sleep(0)
+    counted = line.metrics.tokens
+    line.handle.publish(Tokens(token_ids=(300,)), 0.0)
+    await line.say(301, 302)
+    assert (counted.num_tokens, counted.num_gaps) == (3, 0)
+    await line.say(303)
+    assert (counted.num_tokens, counted.num_gaps) == (4, 1)
+    line.handle.publish(Tokens(token_ids=(304,)), 0.0)
+    await asyncio.sleep(0)
+    line.stream.close()
+    assert counted.num_tokens == 5
 
 
 async def test_what_the_connection_does_not_take_waits_and_nothing_overtakes_it() -> None:
