@@ -131,11 +131,22 @@ def parse_body(body: bytes) -> Fields:
     except CrowdedJson as error:
         raise InvalidRequest(f"the body has {error}", param=None) from None
     except orjson.JSONDecodeError as error:
+        if (position := _first_stray_byte(body)) is not None:
+            raise InvalidRequest(f"body: not valid UTF-8 at byte {position}", param=None) from None
         # The decoder's message has a position and never the text.
         raise InvalidRequest(f"the body is not valid JSON: {error.msg}", param=None) from None
     if not isinstance(value, dict):
         raise InvalidRequest(f"the body must be an object; found {describe(value)}", param=None)
     return Fields(cast("JsonObject", value))
+
+
+def _first_stray_byte(body: bytes) -> int | None:
+    """Where a body stops being UTF-8, counted from 0."""
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        return error.start
+    return None
 
 
 def parse_chat(body: bytes) -> ChatRequest:

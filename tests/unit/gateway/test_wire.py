@@ -19,7 +19,7 @@ from gateway.unsupported import (
     OFF_IN_MESSAGE,
     OFF_IN_RESPONSE,
 )
-from gateway.wire import parse_chat, parse_completion
+from gateway.wire import parse_body, parse_chat, parse_completion
 from tests.conformance.live import default_files
 
 QUICK = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -161,3 +161,24 @@ def test_fields_of_other_servers_are_taken_with_the_values_that_ask_for_nothing(
             with pytest.raises(InvalidRequest) as refused:
                 parse(json.dumps({"model": "m", **own, name: {"x": 1}}).encode())
             assert refused.value.param == name
+
+
+@pytest.mark.parametrize(
+    ("body", "position"),
+    [
+        (b'{"model": "\xff"}', 11),
+        ('{"user": "caf\u00e9"}'.encode("latin-1"), 13),
+        (b"\xff\xfe{\x00}\x00", 0),
+        (b'{"a": "\xed\xa0\x80"}', 7),
+        (b'{"a": "' + b"b" * 70_000 + b'\xc3"}', 70_007),
+    ],
+)
+def test_a_body_that_is_not_text_is_told_where(body: bytes, position: int) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_body(body)
+    assert str(caught.value) == f"body: not valid UTF-8 at byte {position}"
+
+
+def test_a_body_that_is_text_but_no_json_is_told_so() -> None:
+    with pytest.raises(InvalidRequest, match="the body is not valid JSON: "):
+        parse_body('{"a": "\u00e9"'.encode())
