@@ -86,7 +86,7 @@ def write_file(path: Path, header: FileHeader, blocks: Sequence[memoryview]) -> 
     part = path.with_suffix(PART_SUFFIX)
     try:
         part.unlink(missing_ok=True)  # one that is there would keep the mode that it has
-        with open(part, "xb", opener=_open_private) as file:
+        with open(part, "xb", opener=open_private) as file:
             file.write(start.ljust(_blocks_at(len(body)), b"\0"))
             for block in blocks:
                 file.write(block)
@@ -101,7 +101,8 @@ def write_file(path: Path, header: FileHeader, blocks: Sequence[memoryview]) -> 
     return file_bytes(header)
 
 
-def _open_private(path: str, flags: int) -> int:
+def open_private(path: str, flags: int) -> int:
+    """An `opener`: what it makes is for this user alone, whatever the directory allows."""
     return os.open(path, flags, mode=0o600)
 
 

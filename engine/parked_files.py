@@ -27,6 +27,7 @@ from engine.parked_file import (
     FileMark,
     ForeignFile,
     checksum,
+    open_private,
     read_blocks,
     read_header,
     write_file,
@@ -255,7 +256,9 @@ def _take(directory: Path) -> TextIOWrapper:
     """Make the directory and lock it, proving that it can be written. Raises FilesUnusable."""
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = (directory / "lock").open("w", encoding="ascii")
+        lock = open(directory / "lock", "w", encoding="ascii", opener=open_private)
+        with contextlib.suppress(PermissionError):  # another user's; there is nothing in it
+            os.fchmod(lock.fileno(), 0o600)  # one that was there keeps the mode that it has
     except OSError as error:
         raise _unusable(directory, error) from error
     try:

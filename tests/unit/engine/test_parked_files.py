@@ -259,6 +259,18 @@ def test_only_the_servers_user_may_read_what_is_written(written: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
 
 
+def test_the_lock_is_its_users_alone_like_what_it_guards(tmp_path: Path) -> None:
+    umask = os.umask(0)
+    try:
+        for _ in range(2):
+            files = ParkedFiles(FilesDirectory(tmp_path), LAYOUT)
+            assert [path.stat().st_mode & 0o777 for path in tmp_path.iterdir()] == [0o600]
+            files.close()
+            (tmp_path / "lock").chmod(0o644)  # as an earlier version made it
+    finally:
+        os.umask(umask)
+
+
 def test_a_directory_that_cannot_be_written_stops_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(FilesUnusable, match=r"--conversation-cache-dir .*/file/dir: Not a dir"):
