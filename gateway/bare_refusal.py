@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 from http import HTTPStatus
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import orjson
 
 from gateway.errors import ErrorReply
 
+if TYPE_CHECKING:
+    import asyncio
+
 
 class _Cycle(Protocol):
     response_started: bool
     response_complete: bool
+    disconnected: bool
 
 
 def is_amid_answer(cycle: _Cycle | None) -> bool:
     """Whether a refusal would become a part of the answer that uvicorn's cycle sends."""
     return cycle is not None and cycle.response_started and not cycle.response_complete
+
+
+def drop_connection(cycle: _Cycle, transport: asyncio.WriteTransport) -> None:
+    """End a connection with all that is buffered for it.
+
+    The cycle is told: it would take an answer that does not end for a fault of the application, and log it as one.
+    """
+    cycle.disconnected = True
+    transport.abort()
 
 
 def bare_refusal(status: HTTPStatus, code: str, message: str) -> bytes:

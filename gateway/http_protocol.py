@@ -8,7 +8,7 @@ from http import HTTPStatus
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from gateway.bare_refusal import MALFORMED, bare_refusal, is_amid_answer
+from gateway.bare_refusal import MALFORMED, bare_refusal, drop_connection, is_amid_answer
 from gateway.stream import ABORT, HANG_UP, WRITE
 
 MAX_HEADER_BYTES = 64 * 1024
@@ -40,7 +40,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_headers = False
         super().on_headers_complete()
-        self.scope[ABORT] = self.transport.abort  # pyright: ignore[reportGeneralTypeIssues]
+        drop = partial(drop_connection, self.cycle, self.transport)
+        self.scope[ABORT] = drop  # pyright: ignore[reportGeneralTypeIssues]
         self.scope[WRITE] = self._write_now  # pyright: ignore[reportGeneralTypeIssues]
         if hasattr(socket, "TCP_CORK"):
             hang_up = partial(self._hang_up, self.cycle)

@@ -22,6 +22,7 @@ from gateway.errors import TABLE, BodyStalled, BodyTooLarge, NotAuthenticated, r
 from gateway.json_log import FIELDS
 from gateway.limits import Allowance
 from gateway.responses import error_response
+from gateway.stream import CUT
 from scheduler.errors import Draining
 
 if TYPE_CHECKING:
@@ -93,15 +94,17 @@ class Envelope:
             is_probe = scope["path"] in _PROBES
             path = _quoted(scope["path"])
             seconds, owner = time.monotonic() - started_s, scope.get(OWNER) or None
+            cut: str | None = scope.get(CUT)
             _access.log(
                 logging.DEBUG if is_probe else logging.INFO,
-                "%s %s %s %.3fs id=%s%s",
+                "%s %s %s %.3fs id=%s%s%s",
                 scope["method"],
                 path,
                 status or "-",
                 seconds,
                 request_id,
                 f" key={owner}" if owner else "",
+                f" cut: {cut}" if cut else "",
                 extra={
                     FIELDS: {
                         "method": scope["method"],
@@ -110,6 +113,7 @@ class Envelope:
                         "seconds": round(seconds, 6),
                         "request_id": request_id,
                         "key": owner,
+                        "cut": cut,
                     }
                 },
             )

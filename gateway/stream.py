@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 ABORT = "stratagate.abort"
 """Scope key, where the server has one: drops the connection with all that is buffered for it."""
 
+CUT = "stratagate.cut"
+"""Scope key: why the answer was broken off, for the line in the log."""
+
 HANG_UP = "stratagate.hang_up"
 """Scope key, where the server has one: has the connection end with the answer that has begun on it."""
 
@@ -386,7 +389,7 @@ class FrameResponse(EventSourceResponse):
         try:
             await super().__call__(scope, receive, send)
         except SendTimeoutError:
-            _log.warning("a reader stalled for %.0f s and was left", self._send_timeout_s)
+            scope[CUT] = f"the reader took nothing for {self._send_timeout_s:g} s"
             # Closing would wait for ever for the reader to take what is buffered.
             if abort := scope.get(ABORT):
                 abort()

@@ -259,7 +259,13 @@ def test_one_is_not_many() -> None:
         key.begin()
 
 
-async def test_the_connection_of_a_stalled_reader_is_dropped() -> None:
+@pytest.mark.parametrize("has_httptools", [True, False], ids=["httptools", "h11"])
+async def test_the_connection_of_a_stalled_reader_is_dropped(
+    has_httptools: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if not has_httptools:
+        monkeypatch.setattr("gateway.server._http_protocol", lambda: PlainHttpProtocol)
+    caplog.set_level(logging.INFO)
     config = GatewayConfig(port=0, send_timeout_s=0.3, keepalive_s=60.0)
     async with live_server(FakeScript(), config=config) as live:
         connection = socket.socket()
@@ -276,7 +282,12 @@ async def test_the_connection_of_a_stalled_reader_is_dropped() -> None:
         await live.wait_busy()
         assert live.server.server_state.connections
         await until(lambda: not live.server.server_state.connections, 15.0)
+        await until(lambda: not live.server.server_state.tasks)
         connection.close()
+    assert not [record for record in caplog.records if record.levelno > logging.INFO]
+    (line,) = [record for record in caplog.records if record.name == "stratagate.access"]
+    assert line.getMessage().startswith(f"POST {CHAT} 200 ")
+    assert line.getMessage().endswith(" cut: the reader took nothing for 0.3 s")
 
 
 async def test_logs_as_json_have_no_prompt(caplog: pytest.LogCaptureFixture) -> None:
