@@ -665,7 +665,7 @@ class TorchEngine:
             failures.append(self._not_finite(chunk.slot))
             return
         if (message := _failure(sequence, [row])) is not None:
-            failures.append(SlotFailure(slot=chunk.slot, message=message))
+            failures.append(SlotFailure(slot=chunk.slot, message=message, is_grammar=True))
             return
         self._add_output(sequence, picked)
         self._answers.tokens.append(
@@ -868,7 +868,7 @@ class TorchEngine:
             accepted = accept(picks.ids[first:end], ids[1:], sequence.stop_ids)
             kept = list(accepted.token_ids)
             if (message := _failure(sequence, rows[first : first + len(kept)])) is not None:
-                failures.append(SlotFailure(slot=slot, message=message))
+                failures.append(SlotFailure(slot=slot, message=message, is_grammar=True))
                 continue
             committed[slot] = len(kept)
             self._add_output(sequence, kept)
@@ -1025,7 +1025,7 @@ def _one_piece(slot: int, token_ids: Sequence[int], start: int) -> PrefillChunk:
 
 
 def _failure(sequence: SlotSequence, rows: Sequence[PickRow]) -> str | None:
-    """Why picks of these rows cannot be used."""
+    """What in the sequence's grammar leaves these rows without a pick."""
     if sequence.failure is not None:
         return sequence.failure
     errors = (row.limit.error for row in rows if row.limit is not None)

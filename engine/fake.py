@@ -51,6 +51,8 @@ class FaultKind(StrEnum):
     """PlanError for a good plan."""
     SLOT = "slot"
     """SlotFailure of `slot`, if the window has rows of it that would give tokens."""
+    GRAMMAR = "grammar"
+    """... because of its grammar."""
     DIE = "die"
     """The process ends without a word."""
     HANG = "hang"
@@ -174,13 +176,17 @@ class FakeEngine:
         self._park(plan)
         for start in plan.starts:
             self._slots[start.slot] = _begun(start)
-        broken = {fault.slot for fault in faults if fault.kind is FaultKind.SLOT}
+        slot_faults = (FaultKind.SLOT, FaultKind.GRAMMAR)
+        broken = {fault.slot: fault.kind for fault in faults if fault.kind in slot_faults}
         read, decoded = tuple(self._read(plan.chunks)), tuple(self._decode(plan.decodes))
         times = self._times(plan, (*read, *decoded))
         self._closed.wait(times.prefill_s + times.draft_s + times.verify_s)
         if plan.decodes and (tick_s := self._script.tick_s):
             self._closed.wait(tick_s - time.monotonic() % tick_s)
-        found = {t.slot: self._break(t.slot) if t.slot in broken else t for t in (*read, *decoded)}
+        found = {
+            t.slot: self._break(t.slot, broken[t.slot]) if t.slot in broken else t
+            for t in (*read, *decoded)
+        }
         for chunk in plan.chunks:
             slots = (chunk.slot,) if chunk.is_last else ()
             flight.begin(tuple(found[slot] for slot in slots), slots)
@@ -220,12 +226,13 @@ class FakeEngine:
                 self._die(3)
             case FaultKind.HANG:
                 self._closed.wait()
-            case FaultKind.SLOT:
+            case FaultKind.SLOT | FaultKind.GRAMMAR:
                 pass
 
-    def _break(self, slot: int) -> SlotFailure:
+    def _break(self, slot: int, kind: FaultKind) -> SlotFailure:
         self._slots[slot] = _FakeSlot()
-        return SlotFailure(slot=slot, message="scripted slot failure")
+        is_grammar = kind is FaultKind.GRAMMAR
+        return SlotFailure(slot=slot, message=f"scripted {kind} failure", is_grammar=is_grammar)
 
     def _check(self, plan: WindowPlan) -> None:
         """Everything that the interface says about a plan; nothing has been changed when this raises."""

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 MAX_GRAMMAR_BYTES = 2**20
 """Of one grammar's text; what clients write is held to less."""
+_TRIALS = 3
+"""How often a grammar begins before it is taken: when it is proved and in the engine, and once more."""
 _CACHED = 32
 """Compiled grammars that are kept for the next request with the same one."""
 _LIMITS = {
@@ -81,10 +83,12 @@ class GrammarCompiler:
             matcher = LLMatcher(tokenizer, _translated(grammar), limits=limits, log_level=0)
         if matcher.is_error():
             raise GrammarError(_first_line(matcher.get_error()))
-        first = GrammarMatcher(matcher, self._end_ids, self.vocab_size)
-        first.allowed()
-        if first.error is not None:
-            raise GrammarError(first.error)
+        # Copies share what the library has built so far: a bound that the first one only just kept stops the next.
+        for _ in range(_TRIALS):
+            trial = GrammarMatcher(matcher, self._end_ids, self.vocab_size)
+            trial.allowed()
+            if trial.error is not None:
+                raise GrammarError(trial.error)
         return matcher
 
     def _loaded(self) -> LLTokenizer:

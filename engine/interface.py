@@ -283,6 +283,8 @@ class SlotFailure:
 
     slot: int
     message: str
+    is_grammar: bool = False
+    """What the sequence's own grammar asks for cannot be followed."""
 
 
 class WindowTimes(Struct, frozen=True, kw_only=True):

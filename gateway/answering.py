@@ -122,6 +122,7 @@ class Answering:
             choices,
             self._service.scheduler.submit,
             counts_reasoning=parsers is not None and files.think_ids is not None,
+            grammar_param="tools" if options.structure is None else options.structure.param,
         )
         meter.accepted(generation.prompt_tokens)
         if (traced := request.scope.get(TRACED)) is not None:

@@ -135,6 +135,7 @@ TABLE: dict[type[Exception], ErrorKind] = {
     ),
     scheduler_errors.EngineDead: ErrorKind(status=503, type=_SERVER, code="engine_dead"),
     scheduler_errors.SlotFailed: ErrorKind(status=500, type=_SERVER, code="slot_failed"),
+    scheduler_errors.GrammarFailed: ErrorKind(status=400, type=_INVALID, code="invalid_value"),
     scheduler_errors.EngineStartFailed: INTERNAL,
 }
 

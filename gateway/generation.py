@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from gateway.detokenize import Detokenizer, OutputToken, TextDelta
+from gateway.errors import InvalidRequest
 from gateway.output_parser import ParsedDelta
 from gateway.tools import CallDelta
+from scheduler.errors import GrammarFailed
 from scheduler.messages import Finished, FinishReason, Tokens
 
 if TYPE_CHECKING:
@@ -239,9 +241,14 @@ class Generation:
         submit: Callable[[GenerateRequest, RequestHandle | None], RequestHandle],
         *,
         counts_reasoning: bool,
+        grammar_param: str = "tools",
     ) -> None:
-        """Submits every sequence, or none: raises what `submit` raises."""
+        """Submits every sequence, or none: raises what `submit` raises.
+
+        grammar_param: the field of the request that a grammar comes from, if there is one.
+        """
         self.choices = tuple(choices)
+        self._grammar_param = grammar_param
         self._counts_reasoning = counts_reasoning
         self._handles: list[RequestHandle] = []
         self._on_delta: Callable[[ChoiceDelta], object] | None = None
@@ -347,13 +354,20 @@ class Generation:
             elif isinstance(event, Finished):
                 delta = choice.finish(event)
             else:
-                raise event.error
+                raise self._told(event.error)
             self._on_delta(delta)
         except Exception as error:
             self._end(error)
             return
         if delta.finish_reason is not None and all(choice.ended for choice in self.choices):
             self._end(None)
+
+    def _told(self, error: Exception) -> Exception:
+        """The error in the words of the request."""
+        if not isinstance(error, GrammarFailed):
+            return error
+        param = self._grammar_param
+        return InvalidRequest(f"{param} cannot be used: {error}", param=param)
 
     def _end(self, error: Exception | None) -> None:
         self.close()

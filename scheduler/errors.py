@@ -11,6 +11,7 @@ SchedulerError
       +-- DeadlineExceeded    the request's own deadline passed
       +-- EngineDead          the engine died while the request was in flight
       +-- SlotFailed          the engine gave up this sequence alone
+           +-- GrammarFailed  because of what the caller's grammar asks for
  +-- EngineStartFailed        the first start: the engine cannot be loaded
 """
 
@@ -76,6 +77,10 @@ class EngineDead(RequestFailed):
 
 class SlotFailed(RequestFailed):
     """The engine gave up this sequence alone."""
+
+
+class GrammarFailed(SlotFailed):
+    """What the sequence's grammar asks for cannot be followed, which showed only while it was: the caller's fault."""
 
 
 class EngineStartFailed(SchedulerError):

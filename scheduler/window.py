@@ -24,7 +24,7 @@ from scheduler.draft import (
     WindowCosts,
     choose_depths,
 )
-from scheduler.errors import SlotFailed
+from scheduler.errors import GrammarFailed, SlotFailed
 from scheduler.messages import Failed, Finished, FinishReason, TokenEvent, Tokens
 from scheduler.prefill import PromptBid, ReadShare, chunk_end, pick_chunks
 from scheduler.sequence import Phase, SequenceState
@@ -192,7 +192,7 @@ def apply_result(
             table.release(index)
         elif index in broken:
             table.release(index)
-            events.append((sequence, Failed(error=SlotFailed(broken[index]))))
+            events.append((sequence, Failed(error=broken[index])))
         elif (tokens := produced.get(index)) is not None:
             if index not in read:
                 sequence.num_steps += 1
@@ -233,13 +233,16 @@ class Flight:
         self._decodes.clear()
 
 
-def broken_slots(plan: WindowPlan, result: WindowResult) -> dict[int, str]:
+def broken_slots(plan: WindowPlan, result: WindowResult) -> dict[int, SlotFailed]:
     """The slots whose state cannot be trusted after this window, and why."""
     asked = {step.slot for step in plan.decodes}
     asked.update([chunk.slot for chunk in plan.chunks if chunk.is_last])
     silent = asked.difference([tokens.slot for tokens in result.tokens])
-    failed = {failure.slot: failure.message for failure in result.failures}
-    return dict.fromkeys(silent, _NO_TOKENS) | failed
+    broken = {slot: SlotFailed(_NO_TOKENS) for slot in silent}
+    for failure in result.failures:
+        kind = GrammarFailed if failure.is_grammar else SlotFailed
+        broken[failure.slot] = kind(failure.message)
+    return broken
 
 
 def _count_reading(table: SlotTable, plan: WindowPlan) -> None:

@@ -345,6 +345,7 @@ def test_a_length_cap_at_the_stop(engine: TorchEngine) -> None:
         ({"json": {"$ref": "#"}}, "no text leads from here to the grammar's end"),
         ({"json": {"type": "string", "pattern": "(?=a)"}}, "look-around"),
         ({"regex": "(a"}, "unclosed group"),
+        ({"regex": "(a?){1000}a{1000}" * 60}, r"structured_outputs\.regex .*too many expressions"),
     ],
 )
 async def test_a_refused_format_says_why(wanted: dict[str, object], message: str) -> None:

@@ -132,6 +132,7 @@ def error_of(raw: str) -> dict[str, str]:
         (FaultKind.DIE, "engine_dead"),
         (FaultKind.ERROR, "engine_dead"),
         (FaultKind.SLOT, "slot_failed"),
+        (FaultKind.GRAMMAR, "invalid_value"),
     ],
 )
 async def test_a_failure_in_mid_stream_is_one_error_event_then_done(
@@ -204,6 +205,26 @@ async def test_a_failure_before_the_answer_has_a_status() -> None:
         assert response.status_code == 503
         assert response.json()["error"]["code"] == "engine_dead"
         assert response.headers["retry-after"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"structured_outputs": {"regex": "a*"}}, "structured_outputs.regex"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+    ],
+)
+async def test_a_grammar_that_cannot_be_followed_is_the_requests_fault(
+    fields: dict[str, object], param: str
+) -> None:
+    """Whether it shows when it is compiled or when it is used."""
+    script = FakeScript(faults=(Fault(window=1, kind=FaultKind.GRAMMAR, slot=0),))
+    async with live_server(script) as live:
+        response = await live.client.post(CHAT, json=chat_body(max_tokens=4, **fields))
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert (error["type"], error["param"]) == ("invalid_request_error", param)
+        assert error["message"] == f"{param} cannot be used: scripted grammar failure"
 
 
 async def test_while_the_engine_starts_again_clients_are_told_to_come_back() -> None:

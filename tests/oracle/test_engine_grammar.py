@@ -277,6 +277,7 @@ def test_a_grammar_that_cannot_be_used_fails_its_slot_alone(engine: TorchEngine)
     result = engine.run_window(WindowPlan(starts=starts, chunks=chunks))
     assert [failure.slot for failure in result.failures] == [0]
     assert "grammar" in result.failures[0].message
+    assert result.failures[0].is_grammar
     assert [tokens.slot for tokens in result.tokens] == [1]
 
 

@@ -74,6 +74,14 @@ def walk(
     return ids
 
 
+def test_a_grammar_that_only_just_begins_is_not_taken(compiler: GrammarCompiler) -> None:
+    """Its copies share what is built for them, so that it would be refused or not by how often it was used."""
+    crowded = Grammar(kind=GrammarKind.REGEX, text="(a?){1000}a{1000}" * 60)
+    for _ in range(2):
+        with pytest.raises(GrammarError, match="too many expressions"):
+            compiler.compile(crowded)
+
+
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("grammar", [JSON, REGEX], ids=["json", "regex"])
 def test_drafts_that_are_taken_back_leave_nothing(
