@@ -24,6 +24,11 @@ def is_amid_answer(cycle: _Cycle | None) -> bool:
     return cycle is not None and cycle.response_started and not cycle.response_complete
 
 
+def has_answer_to_end(cycle: _Cycle | None) -> bool:
+    """Whether a request is being answered, or will be."""
+    return cycle is not None and not cycle.response_complete
+
+
 def drop_connection(cycle: _Cycle, transport: asyncio.WriteTransport) -> None:
     """End a connection with all that is buffered for it.
 

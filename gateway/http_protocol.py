@@ -1,15 +1,27 @@
-"""uvicorn's HTTP protocol with a bound on headers, ways to drop and to end a connection, and a way to write at once."""
+"""uvicorn's HTTP protocol with bounds on headers, ways to drop and to end a connection, and a way to write at once."""
 
 from __future__ import annotations
 
 import socket
 from functools import partial
 from http import HTTPStatus
+from typing import TYPE_CHECKING, ClassVar
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from gateway.bare_refusal import MALFORMED, bare_refusal, drop_connection, is_amid_answer
+from gateway.bare_refusal import (
+    MALFORMED,
+    bare_refusal,
+    drop_connection,
+    has_answer_to_end,
+    is_amid_answer,
+)
+from gateway.heads import LATE, HeadWatch, PendingHeads
 from gateway.stream import ABORT, HANG_UP, WRITE
+
+if TYPE_CHECKING:
+    import asyncio
+
 
 MAX_HEADER_BYTES = 64 * 1024
 
@@ -23,14 +35,28 @@ _TOO_LARGE = bare_refusal(
 class BoundedHttpProtocol(HttpToolsProtocol):
     """One connection."""
 
+    heads: ClassVar[PendingHeads]
     _in_headers = True
     """Between requests as well: what comes then begins the next one."""
     _header_bytes = 0
+    _head: HeadWatch
+
+    def connection_made(  # pyright: ignore[reportIncompatibleMethodOverride] - as uvicorn has it
+        self, transport: asyncio.Transport
+    ) -> None:
+        super().connection_made(transport)
+        self._head = HeadWatch(self.heads, self.loop, self._head_is_late)
+        self._head.connected()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head.arrived()
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         # The parser keeps an unfinished header itself, so bytes are counted before it sees them. A read is at most
         # 256 KiB, which bounds what a body's first piece can add.
         if self._in_headers:
+            self._head.begun()
             self._header_bytes += len(data)
             if self._header_bytes > MAX_HEADER_BYTES and b"\r\n\r\n" not in data[:MAX_HEADER_BYTES]:
                 self._refuse(_TOO_LARGE)
@@ -39,6 +65,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_headers = False
+        self._head.arrived()
         super().on_headers_complete()
         drop = partial(drop_connection, self.cycle, self.transport)
         self.scope[ABORT] = drop  # pyright: ignore[reportGeneralTypeIssues]
@@ -50,6 +77,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._in_headers, self._header_bytes = True, 0
+
+    def _head_is_late(self) -> None:
+        if has_answer_to_end(self.cycle):
+            self._head.again()
+        elif self._head.has_begun:
+            self._refuse(LATE)
+        else:
+            self.transport.close()
 
     def _write_now(self, data: bytes) -> bool:
         """A WriteNow: a chunk of the transfer coding that uvicorn gives every answer without a length."""

@@ -21,6 +21,7 @@ from rich.console import Console
 
 from gateway.app import build_app
 from gateway.errors import ConfigError, TokenizerError
+from gateway.heads import KEEP_ALIVE_S, of_one_server
 from gateway.json_log import JsonFormatter
 from gateway.metrics import Metrics
 from gateway.model_files import load_model_files
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
 
     from gateway.config import AppConfig, GatewayConfig
+    from gateway.h11_protocol import PlainHttpProtocol
+    from gateway.http_protocol import BoundedHttpProtocol
     from gateway.model_files import ModelFiles
     from gateway.tracing import RequestTracer
     from scheduler.config import SchedulerConfig
@@ -45,9 +48,6 @@ if TYPE_CHECKING:
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_KEEP_ALIVE_S = 120
-"""Longer than clients keep an idle connection (httpx 5 s, aiohttp 15 s, Go 90 s): whoever closes first must be the
-client, since a request that meets a closing server is lost without an answer."""
 _FLUSH_S = 2.0
 """How long the last frames may take to leave after the sequences have ended."""
 _log = logging.getLogger("stratagate.server")
@@ -200,7 +200,7 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _http_protocol() -> type[asyncio.Protocol]:
+def _http_protocol() -> type[BoundedHttpProtocol] | type[PlainHttpProtocol]:
     """Over httptools where that is there."""
     try:
         from gateway.http_protocol import BoundedHttpProtocol
@@ -223,11 +223,11 @@ class GracefulServer(uvicorn.Server):
             uvicorn.Config(
                 app,
                 lifespan="off",
-                http=_http_protocol(),
+                http=of_one_server(_http_protocol()),
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=int(_FLUSH_S),
                 h11_max_incomplete_event_size=64 * 1024,
             )

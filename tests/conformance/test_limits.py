@@ -232,6 +232,92 @@ async def test_what_is_no_http_gets_an_error_object(
         assert (await live.client.get("/health")).status_code == 200
 
 
+@pytest.fixture(params=[True, False], ids=["httptools", "h11"])
+def either_protocol(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not request.param:
+        monkeypatch.setattr("gateway.server._http_protocol", lambda: PlainHttpProtocol)
+
+
+BEGUN = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+"""A head without its end."""
+
+
+@pytest.mark.usefixtures("either_protocol")
+async def test_a_head_that_does_not_end_is_refused_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("gateway.heads.HEAD_TIMEOUT_S", 0.3)
+    async with live_server() as live:
+        reader, writer = await asyncio.open_connection(*live.address)
+        for _ in range(2):  # behind a request that was answered as well
+            writer.write(BEGUN + b"\r\n")
+            assert b'"ok"' in await reader.readuntil(b"}")
+        writer.write(BEGUN)
+
+        async def trickle() -> None:
+            for _ in range(100):
+                writer.write(b"X: y\r\n")
+                await asyncio.sleep(0.05)
+
+        trickling = asyncio.create_task(trickle())
+        assert refusal_in(await reader.read(), 408)["code"] == "headers_timeout"
+        trickling.cancel()
+        writer.close()
+        assert (await live.client.get("/health")).status_code == 200
+
+
+@pytest.mark.usefixtures("either_protocol")
+async def test_a_connection_that_sends_nothing_is_closed_without_a_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("gateway.heads.KEEP_ALIVE_S", 0.2)
+    async with live_server() as live:
+        reader, writer = await asyncio.open_connection(*live.address)
+        assert await reader.read() == b""
+        writer.close()
+
+
+@pytest.mark.usefixtures("either_protocol")
+async def test_a_head_may_wait_for_the_answer_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.heads.HEAD_TIMEOUT_S", 0.1)
+    async with live_server(says("word " * 40, decode_s=0.02)) as live:
+        body = json.dumps(chat_body()).encode()
+        reader, writer = await asyncio.open_connection(*live.address)
+        writer.write(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+        )
+        await live.wait_busy()
+        writer.write(BEGUN)
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 ")
+        assert b"word word" in await reader.readuntil(b"}}}")
+        writer.write(b"\r\n")
+        assert b'"ok"' in await reader.readuntil(b"}")
+        writer.close()
+
+
+@pytest.mark.usefixtures("either_protocol")
+async def test_beyond_a_number_of_unfinished_heads_the_oldest_gives_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("gateway.heads.MAX_PENDING", 3)
+    monkeypatch.setattr("gateway.heads.GRACE_S", 0.2)
+    async with live_server() as live:
+        opened = [await asyncio.open_connection(*live.address) for _ in range(5)]
+        for _, writer in opened:
+            writer.write(BEGUN)
+        await asyncio.sleep(0.3)
+        assert (await live.client.get("/health")).status_code == 200
+        for reader, _ in opened[:3]:
+            assert refusal_in(await reader.read(), 408)["code"] == "headers_timeout"
+        for reader, writer in opened[3:]:
+            writer.write(b"\r\n")
+            assert b'"ok"' in await reader.readuntil(b"}")
+        for _, writer in opened:
+            writer.close()
+
+
 async def test_what_is_no_http_is_not_answered_inside_another_answer() -> None:
     async with live_server(says("word " * 200, decode_s=0.02)) as live:
         body = json.dumps(chat_body(stream=True)).encode()
