@@ -130,22 +130,26 @@ def plan(
     )
     is_here = vram_mib is None
     try:
-        found = _planned(config, spec, machine, is_here=is_here)
+        found, why_torch = _planned(config, spec, machine, is_here=is_here)
     except PlanRefused:
         if ple_io is not None or not ssd or spec.ple is None:
             raise
-        found = _planned(replace(config, ple_io="direct"), spec, machine, is_here=is_here)
-    typer.echo(report(found, machine, conversation_cache_mib))
+        config = replace(config, ple_io="direct")
+        found, why_torch = _planned(config, spec, machine, is_here=is_here)
+    typer.echo(report(found, machine, conversation_cache_mib, why_torch))
 
 
 def _planned(
     config: EngineConfig, spec: ModelSpec, machine: Machine, *, is_here: bool
-) -> StartPlan:
-    """is_here: the GPU is this machine's, so that what it can run is known; any other is taken to run the kernels."""
+) -> tuple[StartPlan, str | None]:
+    """The plan, and why the torch layers are to run if they are.
+
+    is_here: the GPU is this machine's, so that what it can run is known; any other is taken to run the kernels.
+    """
     lines = None
     if not machine.has_gpu:
-        lines = _cpu_lines(config, spec)
-    elif _runs_kernels(config, spec, is_here=is_here):
+        lines, why_torch = _cpu_lines(config, spec)
+    elif (why_torch := _why_no_kernels(config, spec, is_here=is_here)) is None:
         # Only here: half a second of imports that other plans do not need.
         from engine.cuda.backend import planned_cuda_lines
 
@@ -153,36 +157,37 @@ def _planned(
     dtype = dtype_of(config.dtype, has_gpu=machine.has_gpu)
     if lines is not None:
         dtype = torch.bfloat16 if machine.has_gpu else torch.float32
-    return plan_start(config, spec, machine, dtype, step_lines=lines)
+    return plan_start(config, spec, machine, dtype, step_lines=lines), why_torch
 
 
-def _runs_kernels(config: EngineConfig, spec: ModelSpec, *, is_here: bool) -> bool:
+def _why_no_kernels(config: EngineConfig, spec: ModelSpec, *, is_here: bool) -> str | None:
     if is_here:
-        return why_not_compiled(config, spec, device_of(config.device)) is None
-    return config.kernels != "torch" and why_unsupported_choice(config) is None
+        return why_not_compiled(config, spec, device_of(config.device))
+    return "--kernels torch" if config.kernels == "torch" else why_unsupported_choice(config)
 
 
-def _cpu_lines(config: EngineConfig, spec: ModelSpec) -> tuple[PlanLine, ...] | None:
-    """What the compiled step takes; None where the torch layers would run."""
-    if why_not_compiled(config, spec, torch.device("cpu")) is not None:
-        return None
+def _cpu_lines(
+    config: EngineConfig, spec: ModelSpec
+) -> tuple[tuple[PlanLine, ...], None] | tuple[None, str]:
+    """What the compiled step takes, or why the torch layers would run."""
+    if (reason := why_not_compiled(config, spec, torch.device("cpu"))) is not None:
+        return None, reason
     try:
         source = open_source(model_path(config.model), spec, config.parts)
     except WeightMismatch:
         if has_weights(model_path(config.model)):
             raise
-        return (
-            None  # how weights are stored decides what the step holds; a configuration does not say
-        )
+        return None, "what the compiled step holds hangs on how weights are stored; there are none"
     with closing(source):
         limits = limits_of(config, spec, has_gpu=False)
         threads = default_threads(compiled=True)
         tiles = uses_tiles(config)
-        return planned_lines(source, spec, limits, threads, config.ple_io, tiles=tiles)
+        lines = planned_lines(source, spec, limits, threads, config.ple_io, tiles=tiles)
+        return lines, None
 
 
-def report(plan: StartPlan, machine: Machine, parking_mib: int) -> str:
-    """The plan in lines: parts, checkpoints, experts, and what is left."""
+def report(plan: StartPlan, machine: Machine, parking_mib: int, why_torch: str | None) -> str:
+    """The plan in lines: parts, checkpoints, experts, and what is left; why_torch: why the torch layers are to run."""
     spec = plan.spec
     rows = [
         (
@@ -203,7 +208,7 @@ def report(plan: StartPlan, machine: Machine, parking_mib: int) -> str:
         f"{spec.name}: {limits.num_slots} slots x {limits.max_context} tokens, prompts in chunks of "
         f"{limits.chunk_tokens}, weights in {str(plan.dtype).removeprefix('torch.')}, "
         f"K/V in {str(plan.kv_dtype).removeprefix('torch.')}, drafts {'on' if plan.with_draft else 'off'}",
-        _layers(plan, machine),
+        _layers(machine, why_torch),
         *plan.cache.lines,
         _experts(plan),
     ]
@@ -215,9 +220,9 @@ def report(plan: StartPlan, machine: Machine, parking_mib: int) -> str:
     return "\n\n".join((parts, marks, "\n".join(facts), "\n".join(_left(plan, machine))))
 
 
-def _layers(plan: StartPlan, machine: Machine) -> str:
-    if plan.step_lines is None:
-        return "layers: torch"
+def _layers(machine: Machine, why_torch: str | None) -> str:
+    if why_torch is not None:
+        return f"layers: torch, several times slower: {why_torch}"
     if machine.has_gpu:
         return "layers: Triton kernels, which need compute capability 9.0; --kernels torch plans without them"
     return "layers: compiled step"

@@ -65,10 +65,26 @@ def test_a_gpu_that_is_not_here_is_planned_with_its_kernels(real: str) -> None:
         r"experts: \d+ of 24576 have a slot, .* lie in host memory, all in 4 bits", small
     )
     assert "ple table" not in small.split("\n\n")[0]
-    assert "layers: torch" in planned(real, *BIG, "--ssd")
-    assert "layers: torch" in planned(
-        real, *GPU, "--ram-mib", "600000", "--ssd", "--dtype", "float32", "--kv", "auto"
-    )
+
+
+def test_the_torch_layers_are_planned_with_the_reason(
+    real: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slower = "layers: torch, several times slower: "
+    assert f"{slower}--kernels torch\n" in planned(real, *BIG, "--ssd")
+    in_float32 = ("--ram-mib", "600000", "--ssd", "--dtype", "float32", "--kv", "auto")
+    reason = "it computes in bfloat16, not in float32"
+    assert f"{slower}{reason}\n" in planned(real, *GPU, *in_float32)
+    here = ("default", "--device", "cpu", "--ram-mib", "2000")
+    assert f"{slower}--kernels torch\n" in planned(*here, "--kernels", "torch")
+    reason = "it computes in float32, not in bfloat16"
+    assert f"{slower}{reason}\n" in planned(*here, "--dtype", "bfloat16")
+    monkeypatch.setattr("engine.native.abi.why_unavailable", lambda: "it is not built")
+    assert f"{slower}it is not built\n" in planned(*here)
+    monkeypatch.setattr("engine.native.abi.why_unavailable", lambda: None)
+    reason = "what the compiled step holds hangs on how weights are stored; there are none"
+    cpu = ("--device", "cpu", "--ram-mib", "900000", "--batch", "1", "--max-context", "1000")
+    assert f"{slower}{reason}\n" in planned(real, *cpu)
 
 
 def test_auto_prints_how_the_slots_came_about(real: str) -> None:
