@@ -252,8 +252,18 @@ class TorchEngine:
         ids = torch.zeros(num_rows, self._trunk.ngram_context + 1, dtype=torch.int64)
         rows = Rows([0], [1], [self._info.max_context - 1], self._device)
         state = self._state
+
+        def read() -> None:
+            if isinstance(self._trunk, StagedTrunk):
+                # As many pieces as may be on their way from one stage to the next.
+                for _ in range(self._flight.num_groups):
+                    self._trunk.launch_chunk(ids, 0, first)
+                for _ in range(self._flight.num_groups - 1):
+                    self._trunk.chunk(ids, 0, first, state)
+            self._trunk.chunk(ids, 0, first, state)
+
         for step, run in (
-            (Step.PROMPT, lambda: self._trunk.chunk(ids, 0, first, state)),
+            (Step.PROMPT, read),
             (Step.VERIFIER, lambda: self._trunk.logits(self._trunk.window(ids[:1], rows, state))),
         ):
             marks.reach(step, passing_bytes=count_allocations(run).peak_bytes)

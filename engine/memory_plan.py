@@ -137,6 +137,7 @@ def make_plan(
     element_bytes: int,
     converts_kv: bool,
     num_positions: int,
+    max_context: int,
     chunk_tokens: int,
     window_rows: int,
     with_draft: bool,
@@ -185,9 +186,9 @@ def make_plan(
     if tiered:
         tier_two = split.num_in_host * blob
         lines.append(PlanLine(name=TIER_TWO, num_bytes=tier_two, step=Step.FILL, place=Place.HOST))
-    chunk = _chunk_bytes(spec, chunk_tokens, num_positions, element_bytes)
+    chunk = _chunk_bytes(spec, chunk_tokens, max_context, element_bytes)
     lines.append(PlanLine(name="prefill buffers", num_bytes=chunk, step=Step.PROMPT))
-    if converts_kv:
+    if converts_kv and spec.qsa_layers:
         converted = _converted_kv_bytes(spec, num_positions, element_bytes)
         lines.append(PlanLine(name="converted K/V", num_bytes=converted, step=Step.PROMPT))
     if spec.is_last:
@@ -354,10 +355,11 @@ def _converted_kv_bytes(spec: ModelSpec, num_cells: int, e: int) -> int:
     return elements * (2 * e + (FP32_BYTES if e != FP32_BYTES else 0))
 
 
-def _chunk_bytes(spec: ModelSpec, chunk_tokens: int, num_positions: int, e: int) -> int:
+def _chunk_bytes(spec: ModelSpec, chunk_tokens: int, max_context: int, e: int) -> int:
     """Most bytes that are alive together while a prompt piece is read at the end of a context.
 
-    Each term counts the tensors of one block at its widest point; the streams and the block's input live beside it.
+    Each term counts the tensors of one block at its widest point, if there is such a block: a stage may lack one. The
+    streams and the block's input live beside it.
     """
     gdn, moe, qsa, wide, fp32 = spec.gdn, spec.moe, spec.qsa, spec.stream_width, FP32_BYTES
     heads = gdn.num_value_heads
@@ -366,19 +368,25 @@ def _chunk_bytes(spec: ModelSpec, chunk_tokens: int, num_positions: int, e: int)
         routed = 3 * moe.num_experts * moe.expert_dim
     else:
         routed = 2 * moe.num_active * spec.hidden
-    queries = qsa.num_heads * qsa.head_dim
+    queries, index = qsa.num_heads * qsa.head_dim, qsa.num_index_heads * qsa.index_dim
     projected = 2 * queries + 2 * qsa.num_kv_heads * qsa.head_dim
     per_token = {
-        "gdn": delta_rule * fp32 + 2 * gdn.conv_channels * e,
+        "gdn": delta_rule * fp32 + 2 * gdn.conv_channels * e if spec.gdn_layers else 0,
+        "qsa": (projected + 4 * queries) * e if spec.qsa_layers else 0,
         "moe": (routed + 3 * spec.hidden) * e,
         "residual": wide * (2 * fp32 + e),
         "ple": wide * (4 * fp32 + 3 * e // 2) if spec.ple else 0,
     }
-    scores = min(
-        chunk_tokens * qsa.num_heads * num_positions,
-        max(QUERY_TILE_SCORES, qsa.num_heads * num_positions),
+    pairs = min(
+        chunk_tokens * max_context,
+        max(QUERY_TILE_SCORES // qsa.num_heads, max_context),
     )
-    attention = chunk_tokens * (projected + 4 * queries) * e
-    attention += scores * (2 * fp32 + (e if e < fp32 else 0))
+    # Of a tile of queries: scores, their softmax, what is rounded of it, and which cells count for all heads; and the
+    # queries and what they give, copied where K/V heads are apart.
+    attention = pairs * (qsa.num_heads * (2 * fp32 + (e if e < fp32 else 0)) + 1)
+    copies = 1 if qsa.num_kv_heads == 1 else 3
+    attention += pairs // max_context * queries * copies * e
+    attention += chunk_tokens * (3 * queries + index) * e
     beside = chunk_tokens * (wide + 2 * spec.hidden) * e
-    return beside + max(chunk_tokens * max(per_token.values()), attention)
+    widest = max(chunk_tokens * max(per_token.values()), attention if spec.qsa_layers else 0)
+    return beside + widest

@@ -173,14 +173,16 @@ class Stage:
         return flat.view(-1, self._context)
 
     def _rehearse(self) -> None:
-        """Read a prompt piece where a context ends and compare what it takes with the plan."""
+        """Read a prompt piece where a context ends and compare what it takes with the plan.
+
+        Beside as many pieces' streams as may be on their way: come from the stage before, or not sent yet.
+        """
         limits = self._loaded.plan.limits
         num_rows = limits.piece_tokens
         ids = torch.zeros(num_rows, self._context, dtype=torch.int64)
-        width = self._spec.stream_width
-        streams = None
-        if not self._spec.is_first:
-            streams = torch.zeros(num_rows, width, dtype=self._dtype, device=self._device)
+        shape = (limits.num_groups, num_rows, self._spec.stream_width)
+        on_their_way = torch.zeros(shape, dtype=self._dtype, device=self._device)
+        streams = None if self._spec.is_first else on_their_way[0]
         first = limits.max_context - num_rows
         taken = count_allocations(lambda: self._trunk.chunk(ids, 0, first, self._state, streams))
         self._loaded.marks.reach(Step.PROMPT, passing_bytes=taken.peak_bytes)

@@ -288,6 +288,7 @@ def _own_memory(plan: StartPlan) -> MemoryPlan:
         element_bytes=dtype.itemsize,
         converts_kv=plan.kv_dtype != dtype,
         num_positions=key_capacity(limits.max_context),
+        max_context=limits.max_context,
         chunk_tokens=limits.piece_tokens,
         window_rows=MAX_WINDOW_ROWS,
         with_draft=plan.with_draft,

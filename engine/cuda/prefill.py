@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 def chunk_bytes(spec: ModelSpec, num_rows: int, max_context: int) -> int:
     """Most bytes that are alive together while a piece of so many rows is read where a context ends.
 
-    Each sum counts the tensors of one block at its widest point; streams, mixed rows and ids live beside it.
+    Each sum counts the tensors of one block at its widest point; streams, mixed rows and ids live beside it. A stage
+    may lack a kind of block.
     """
     gdn, qsa, moe, wide = spec.gdn, spec.qsa, spec.moe, spec.stream_width
     half, fp32, int64 = 2, 4, 8
@@ -60,7 +61,8 @@ def chunk_bytes(spec: ModelSpec, num_rows: int, max_context: int) -> int:
         "draft layer": half * 4 * wide if spec.num_draft_layers else 0,
     }
     beside = half * (wide + 2 * spec.hidden) + int64 * (spec.ple.ngram_size if spec.ple else 1)
-    return num_rows * (beside + max(per_row.values()))
+    absent = {"gdn": not spec.gdn_layers, "qsa": not spec.qsa_layers}
+    return num_rows * (beside + max(n for name, n in per_row.items() if not absent.get(name)))
 
 
 class Prefill:

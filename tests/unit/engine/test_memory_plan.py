@@ -276,6 +276,28 @@ def test_a_prompt_chunk_beyond_the_context_is_planned_as_what_can_come(
     load_engine(config, rehearse=True).close()
 
 
+@pytest.mark.parametrize("heads", [(2, 1), (4, 2)])
+@pytest.mark.parametrize("max_context", [1000, 4096])
+def test_a_long_piece_at_the_end_of_a_long_context_takes_what_was_planned(
+    tmp_path: Path, max_context: int, heads: tuple[int, int]
+) -> None:
+    """Attention scores are nearly all of it, in one tile and in several."""
+    changes = {
+        "max_position_embeddings": 4096,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+    }
+    config = EngineConfig(
+        model=str(write_checkpoint(tmp_path / "long", {**SMALL, **changes})),
+        device="cpu",
+        dtype="float32",
+        kernels="torch",
+        max_context=max_context,
+        chunk_tokens=max_context,
+    )
+    load_engine(config, rehearse=True).close()
+
+
 def test_a_model_without_an_attention_layer_starts_and_can_be_parked(directory: Path) -> None:
     changes = {"num_hidden_layers": 2, "mtp_num_hidden_layers": 0}
     checkpoint = write_checkpoint(directory / "no_attention", {**SMALL, **changes})
@@ -326,6 +348,7 @@ def test_a_plan_that_does_not_fit_gives_both_numbers_and_the_option() -> None:
         element_bytes=4,
         converts_kv=False,
         num_positions=1,
+        max_context=1,
         chunk_tokens=1,
         window_rows=1,
         with_draft=False,
