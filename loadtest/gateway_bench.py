@@ -1,13 +1,16 @@
 """What the gateway costs: many streams of a scripted engine, against a bare Starlette app that sends the same bytes.
 
-    python -m loadtest.gateway_bench [--streams 64] [--chunks 1000] [--ticks 100] [--rounds 3]
+    python -m loadtest.gateway_bench [--streams 64] [--chunks 1000] [--ticks 100] [--rounds 3] [--unpinned]
 
-Servers and client are processes of their own; only HTTP passes between them. Two figures. Chunks a second when both
-send as fast as they can, counted while every stream runs: between the first chunk of the last one to begin and the
-last chunk of the first one to end; processor seconds a chunk say what a busy machine hides. And the delay of chunks
-when all streams are given one at once every --period-ms: engine and app do so at multiples of the period on the clock
-that the client reads too, so how far behind a multiple a chunk arrives is how long it took from having to being
-received. What the gateway adds is the difference of the two.
+Servers and client are processes of their own; only HTTP passes between them. The server that is measured has its event
+loop on a core of its own; client and scripted engine are on the others. Left to the system (--unpinned), some rounds
+run with all of them on one core while another stands idle, and a median says how many rounds those were.
+
+Two figures. Chunks a second when both send as fast as they can, counted while every stream runs: between the first
+chunk of the last one to begin and the last chunk of the first one to end; processor seconds a chunk say what a busy
+machine hides. And the delay of chunks when all streams are given one at once every --period-ms: engine and app do so
+at multiples of the period on the clock that the client reads too, so how far behind a multiple a chunk arrives is how
+long it took from having to being received. What the gateway adds is the difference of the two.
 """
 
 from __future__ import annotations
@@ -228,12 +231,26 @@ def _missed(times_s: list[float], period_s: float) -> int:
     return ticks[-1] - ticks[0] + 1 - len(set(ticks))
 
 
+def set_core_apart() -> int | None:
+    """Keep this process, and what it starts, off one core; returns it. None where there is no other, or no way to."""
+    if sys.platform != "linux":
+        return None
+    first, *others = sorted(os.sched_getaffinity(0))
+    if not others:
+        return None
+    os.sched_setaffinity(0, others)
+    return first
+
+
 @contextmanager
-def server(code: str, port: int) -> Generator[int]:
-    """A server process, ready; yields its id."""
+def server(code: str, port: int, core: int | None) -> Generator[int]:
+    """A server process, ready, its event loop on `core` if there is one; yields its id."""
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
     try:
         _wait_ready(process, port)
+        if sys.platform == "linux" and core is not None:
+            # Of the main thread alone: its engine, a process by now, stays where this one is.
+            os.sched_setaffinity(process.pid, (core,))
         yield process.pid
     finally:
         process.send_signal(signal.SIGTERM)
@@ -288,18 +305,19 @@ class Server:
 
 
 def compare(
-    streams: int, chunks: int, period_s: float, rounds: int, frames: Path
+    given: argparse.Namespace, chunks: int, period_s: float, frames: Path
 ) -> tuple[list[Round], list[Round]]:
     """Rounds of (gateway, bare app), taking turns; both run all the time."""
+    streams = given.streams
     with ExitStack() as stack:
         servers: list[Server] = []
         for code in (_GATEWAY, _BARE):
             port = free_port()
             code = code.format(port=port, streams=streams, period_s=period_s, frames=str(frames))
-            pid = stack.enter_context(server(code, port))
+            pid = stack.enter_context(server(code, port, given.core))
             asyncio.run(run_streams(port, Watch(pid, streams), streams, 20))
             servers.append(Server(pid=pid, port=port, period_s=period_s))
-        pairs = [[one.round(streams, chunks) for one in servers] for _ in range(rounds)]
+        pairs = [[one.round(streams, chunks) for one in servers] for _ in range(given.rounds)]
     ours, bare = zip(*pairs, strict=True)
     return list(ours), list(bare)
 
@@ -312,24 +330,25 @@ def median(rounds: list[Round]) -> Round:
     return Round(**dict(zip((part.name for part in fields(Round)), values, strict=True)))
 
 
-def record(chunks: int, path: Path) -> None:
+def record(chunks: int, core: int | None, path: Path) -> None:
     """One answer of the gateway, for the bare app to repeat."""
     port = free_port()
-    with server(_GATEWAY.format(port=port, streams=1, period_s=0.0), port) as pid:
+    with server(_GATEWAY.format(port=port, streams=1, period_s=0.0), port, core) as pid:
         (stream,) = asyncio.run(run_streams(port, Watch(pid, 1), 1, chunks, keeps=True))
     path.write_bytes(frames_of(bytes(stream.data)))
 
 
 def throughput(given: argparse.Namespace, directory: Path) -> list[str]:
     frames = directory / "frames"
-    record(given.chunks, frames)
-    ours, bare = compare(given.streams, given.chunks, 0.0, given.rounds, frames)
+    record(given.chunks, given.core, frames)
+    ours, bare = compare(given, given.chunks, 0.0, frames)
     ratios = sorted(a.chunks_per_s / b.chunks_per_s for a, b in zip(ours, bare, strict=True))
+    rounds = " ".join(f"{ratio:.2f}" for ratio in ratios)
     a, b = median(ours), median(bare)
     return [
         f"{given.streams} streams of {given.chunks} chunks, {given.rounds} rounds, medians",
         f"chunks/s: gateway {a.chunks_per_s:,.0f}, bare {b.chunks_per_s:,.0f}: "
-        f"{statistics.median(ratios):.2f}x (rounds {ratios[0]:.2f} to {ratios[-1]:.2f})",
+        f"{statistics.median(ratios):.2f}x (rounds {rounds})",
         f"processor us a chunk: gateway {a.server_us:.1f}, bare {b.server_us:.1f}: "
         f"{b.server_us / a.server_us:.2f}x; of the client {a.client_us:.1f} and {b.client_us:.1f}",
     ]
@@ -337,8 +356,8 @@ def throughput(given: argparse.Namespace, directory: Path) -> list[str]:
 
 def delay(given: argparse.Namespace, directory: Path) -> list[str]:
     frames = directory / "frames"
-    record(given.ticks, frames)
-    ours, bare = compare(given.streams, given.ticks, given.period_ms / 1e3, given.rounds, frames)
+    record(given.ticks, given.core, frames)
+    ours, bare = compare(given, given.ticks, given.period_ms / 1e3, frames)
     added = sorted(a.p99_delay_ms - b.p99_delay_ms for a, b in zip(ours, bare, strict=True))
     a, b = median(ours), median(bare)
     return [
@@ -361,10 +380,15 @@ def main() -> None:
     parser.add_argument("--period-ms", type=float, default=40.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", choices=PARTS)
+    parser.add_argument("--unpinned", action="store_true", help="Let the system choose the cores.")
     given = parser.parse_args()
+    given.core = None if given.unpinned else set_core_apart()
     when = datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes")
     load = " ".join(f"{value:.1f}" for value in os.getloadavg())
     print_line(f"{when}, {os.cpu_count()} cores, {platform.machine()}, load average {load}")
+    print_line(
+        "cores as the system chooses" if given.core is None else "the server's core is its own"
+    )
     with tempfile.TemporaryDirectory() as directory:
         for name, part in PARTS.items():
             if given.only in (None, name):
