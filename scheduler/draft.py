@@ -19,7 +19,6 @@ _COST_DECAY = 0.99
 _LONGEST_TIMES_EXPECTED = 2.0
 """A time counts as at most so many times the expected one: other load on the machine says nothing about a row."""
 _SHORTEST_S = 1e-12
-_CLEARLY_LONGER = 1.2
 EXPLORE_EVERY = 16
 """Each so many windows all slots draft as deep as they may, so that a depth once given up is measured again: at once,
 since a step of the draft layer for one chain costs most of what it costs for every slot's."""
@@ -151,13 +150,15 @@ class WindowCosts(Struct, frozen=True, kw_only=True):
     """What a window takes beside the engine's work, of any amount: the way there and back, and whoever runs meanwhile.
 
     The more of it, the more a draft is worth that saves a window."""
+    hidden: CostLine = CostLine(prior_share=0.0)
+    """How long the engine can draft ahead, of any amount: from an answer to the next plan."""
     drafts_ahead: bool = False
-    """The engine drafts while the last window's answer is on its way, so that the longer of both counts alone."""
+    """The engine does so; only what is left then delays a window."""
 
     def beside_s(self, draft_s: float) -> float:
         """What a window takes beside its verification when its drafts take so long."""
-        rest_s = self.rest.base_s
-        return max(rest_s, draft_s) if self.drafts_ahead else rest_s + draft_s
+        hidden_s = self.hidden.base_s if self.drafts_ahead else 0.0
+        return self.rest.base_s + max(0.0, draft_s - hidden_s)
 
     def observe(
         self,
@@ -167,16 +168,23 @@ class WindowCosts(Struct, frozen=True, kw_only=True):
         uses_drafts: bool,
         times: WindowTimes,
         rest_s: float | None = None,
+        hidden_s: float | None = None,
     ) -> WindowCosts:
-        """Costs after one more window with decode steps; uses_drafts: the draft layer ran at all; rest_s: if known."""
+        """Costs after one more window with decode steps; uses_drafts: the draft layer ran at all; rest_s, hidden_s: if
+        known."""
         verify = self.verify.observe(num_rows, times.verify_s)
         draft = self.draft.observe(num_draft_steps, times.draft_s) if uses_drafts else self.draft
-        rest, ahead_s = self.rest, times.ahead_s
-        # As long as what was drafted beside it, it says how long that took.
-        if rest_s is not None and rest_s >= _CLEARLY_LONGER * ahead_s:
-            rest = rest.observe(0, max(rest_s, _SHORTEST_S))
-        drafts_ahead = ahead_s > 0.0 if uses_drafts else self.drafts_ahead
-        return WindowCosts(verify=verify, draft=draft, rest=rest, drafts_ahead=drafts_ahead)
+        return WindowCosts(
+            verify=verify,
+            draft=draft,
+            rest=_observed(self.rest, rest_s),
+            hidden=_observed(self.hidden, hidden_s),
+            drafts_ahead=times.ahead_s > 0.0 if uses_drafts else self.drafts_ahead,
+        )
+
+
+def _observed(line: CostLine, seconds: float | None) -> CostLine:
+    return line if seconds is None else line.observe(0, max(seconds, _SHORTEST_S))
 
 
 class DraftBid(Struct, frozen=True, kw_only=True):

@@ -75,7 +75,7 @@ class SchedulerLoop:
             if plan is None:
                 return
             began_s = self._clock()
+            gap_s = None if answered_s is None else began_s - answered_s
             result = await self._engine.run_window(plan)
-            last_s, answered_s = answered_s, self._clock()
-            cycle_s = answered_s - (began_s if last_s is None else last_s)
-            roster.apply(plan, result, answered_s - began_s, cycle_s)
+            answered_s = self._clock()
+            roster.apply(plan, result, answered_s - began_s, gap_s)

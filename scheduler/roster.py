@@ -165,11 +165,11 @@ class Roster:
         plan: WindowPlan,
         result: WindowResult,
         seconds: float,
-        cycle_s: float | None = None,
+        gap_s: float | None = None,
     ) -> None:
         """Take in a window's result and tell the callers.
 
-        seconds: from plan to result; cycle_s: from the last result, if there was no pause in between.
+        seconds: from plan to result; gap_s: from the last result to this plan, if there was no pause in between.
         """
         self._parking.files_done(result.files)
         self._table.in_flight = frozenset(result.in_flight)
@@ -177,8 +177,7 @@ class Roster:
         if not plan.chunks and not plan.decodes and not plan.starts:
             return
         self._counters.count_window(plan, result, seconds)
-        took_s = seconds if cycle_s is None else cycle_s
-        self._pace = measured(self._table, self._pace, plan, result, took_s)
+        self._pace = measured(self._table, self._pace, plan, result, seconds, gap_s)
         for start in plan.starts:
             self._parking.started(self._table[start.slot])
         seated, num_free = tuple(self._table), self._table.num_free

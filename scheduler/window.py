@@ -281,10 +281,17 @@ def _finished(sequence: SequenceState, reason: FinishReason) -> Finished:
 
 
 def measured(
-    table: SlotTable, pace: Pace, plan: WindowPlan, result: WindowResult, seconds: float
+    table: SlotTable,
+    pace: Pace,
+    plan: WindowPlan,
+    result: WindowResult,
+    seconds: float,
+    gap_s: float | None = None,
 ) -> Pace:
-    """The pace after one more window, whose result is not applied yet; seconds: from plan to result, or, where windows
-    follow each other, from result to result."""
+    """The pace after one more window, whose result is not applied yet.
+
+    seconds: from plan to result; gap_s: from the last result to this plan, if there was no pause in between.
+    """
     share = pace.share.after(result.times, has_decodes=bool(plan.decodes))
     decoded = result.tokens
     if read := {chunk.slot for chunk in plan.chunks}:
@@ -305,14 +312,20 @@ def measured(
         num_draft_steps=num_draft_steps,
         uses_drafts=bool(steps),
         times=result.times,
-        rest_s=_rest_s(result, seconds),
+        rest_s=_rest_s(result, seconds, gap_s),
+        hidden_s=gap_s,
     )
     return Pace(share=share, costs=costs, everyone=everyone, num_windows=pace.num_windows + 1)
 
 
-def _rest_s(result: WindowResult, seconds: float) -> float | None:
-    """What a window took beside the engine's work; None while another is under way, with which its times are mixed."""
+def _rest_s(result: WindowResult, seconds: float, gap_s: float | None) -> float | None:
+    """What a window took beside the engine's work, from result to result; None while another is under way, with which
+    its times are mixed."""
     times = result.times
     if result.in_flight:
         return None
-    return seconds - times.prefill_s - (times.draft_s - times.ahead_s) - times.verify_s
+    late_s = times.draft_s - times.ahead_s
+    if gap_s is not None:
+        late_s += max(0.0, times.ahead_s - gap_s)
+        seconds += gap_s
+    return seconds - times.prefill_s - times.verify_s - late_s

@@ -111,31 +111,22 @@ def test_what_every_window_costs_besides_makes_chains_longer() -> None:
     assert choose_depths((bid(0.6),), far)[0] > 1
 
 
-def test_drafts_made_beside_the_rest_cost_what_exceeds_it() -> None:
+def test_of_drafts_made_ahead_only_what_is_left_at_the_plan_counts() -> None:
     measured = costs(base_s=0.001, row_s=0.0, draft_s=0.002)
     assert measured.beside_s(0.004) == pytest.approx(0.004)
     times = WindowTimes(prefill_s=0.0, draft_s=0.002, verify_s=0.001, ahead_s=0.002)
-    seen = measured.observe(
-        num_rows=2, num_draft_steps=1, uses_drafts=True, times=times, rest_s=0.006
-    )
-    assert seen.beside_s(0.004) == pytest.approx(0.006)
-    assert seen.beside_s(0.008) == pytest.approx(0.008)
-    one_by_one = seen.observe(
+    ahead = measured.observe(
         num_rows=2,
         num_draft_steps=1,
         uses_drafts=True,
-        times=WindowTimes(prefill_s=0.0, draft_s=0.002, verify_s=0.001),
-        rest_s=0.006,
+        times=times,
+        rest_s=0.008,
+        hidden_s=0.006,
     )
-    assert one_by_one.beside_s(0.004) == pytest.approx(0.010)
-
-
-def test_a_window_that_waited_for_drafts_does_not_say_how_long_the_rest_took() -> None:
-    times = WindowTimes(prefill_s=0.0, draft_s=0.004, verify_s=0.001, ahead_s=0.004)
-    measured = WindowCosts().observe(
-        num_rows=2, num_draft_steps=1, uses_drafts=True, times=times, rest_s=0.0041
-    )
-    assert not measured.rest.is_measured
+    assert ahead.beside_s(0.004) == pytest.approx(0.008)
+    assert ahead.beside_s(0.010) == pytest.approx(0.012)
+    when_asked = observed(ahead, 2, 1, WindowTimes(prefill_s=0.0, draft_s=0.002, verify_s=0.001))
+    assert when_asked.beside_s(0.004) == pytest.approx(0.012)
 
 
 def test_windows_without_the_draft_layer_say_nothing_about_it() -> None:

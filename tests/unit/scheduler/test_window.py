@@ -252,6 +252,10 @@ def test_what_a_window_takes_beside_the_engine_is_measured() -> None:
     ahead = replace(answer, times=structs.replace(times, ahead_s=0.002))
     after = measured(table, PACE, plan, ahead, 0.010)
     assert after.costs.rest.base_s == pytest.approx(0.006)
+    # Ahead of its plan, which came 1.5 ms after the last result, it drafted for 2 ms.
+    after = measured(table, PACE, plan, ahead, 0.010, 0.0015)
+    assert after.costs.rest.base_s == pytest.approx(0.010 + 0.0015 - 0.004 - 0.0005)
+    assert after.costs.hidden.base_s == pytest.approx(0.0015)
     flying = replace(answer, in_flight=(3,))
     assert not measured(table, PACE, plan, flying, 0.010).costs.rest.is_measured
 
