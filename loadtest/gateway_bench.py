@@ -1,16 +1,17 @@
 """What the gateway costs: many streams of a scripted engine, against a bare Starlette app that sends the same bytes.
 
-    python -m loadtest.gateway_bench [--streams 64] [--chunks 1000] [--ticks 100] [--rounds 3] [--unpinned]
+    python -m loadtest.gateway_bench [--streams 64] [--chunks 1000] [--ticks 100] [--rounds 3]
 
-Servers and client are processes of their own; only HTTP passes between them. The server that is measured has its event
-loop on a core of its own; client and scripted engine are on the others. Left to the system (--unpinned), some rounds
-run with all of them on one core while another stands idle, and a median says how many rounds those were.
+Servers and client are processes of their own; only HTTP passes between them. Two figures. Chunks a second when both
+send as fast as they can, counted while every stream runs: between the first chunk of the last one to begin and the
+last chunk of the first one to end; processor seconds a chunk say what a busy machine hides. And the delay of chunks
+when all streams are given one at once every --period-ms: engine and app do so at multiples of the period on the clock
+that the client reads too, so how far behind a multiple a chunk arrives is how long it took from having to being
+received. What the gateway adds is the difference of the two.
 
-Two figures. Chunks a second when both send as fast as they can, counted while every stream runs: between the first
-chunk of the last one to begin and the last chunk of the first one to end; processor seconds a chunk say what a busy
-machine hides. And the delay of chunks when all streams are given one at once every --period-ms: engine and app do so
-at multiples of the period on the clock that the client reads too, so how far behind a multiple a chunk arrives is how
-long it took from having to being received. What the gateway adds is the difference of the two.
+Beside another process that takes one of two cores a server makes half as many chunks, so that a pair of rounds of which
+one was beside it says nothing: each round counts what others took, and disturbed pairs are left out while there are any
+without.
 """
 
 from __future__ import annotations
@@ -160,6 +161,8 @@ class Round:
     p99_delay_ms: float
     missed: float
     """Ticks, of all streams, that brought no chunk."""
+    others: float
+    """Cores that were busy with other processes' work."""
 
 
 def request_of(port: int, num_tokens: int) -> bytes:
@@ -206,7 +209,7 @@ def frames_of(raw: bytes) -> bytes:
     return frames
 
 
-def measured(streams: list[Stream], watch: Watch, period_s: float) -> Round:
+def measured(streams: list[Stream], watch: Watch, period_s: float, others: float) -> Round:
     begin_s, end_s = watch.begin_s, watch.end_s
     count = sum(begin_s < at_s <= end_s for stream in streams for at_s in stream.times_s)
     if not count:
@@ -223,6 +226,7 @@ def measured(streams: list[Stream], watch: Watch, period_s: float) -> Round:
         p50_delay_ms=cuts[49],
         p99_delay_ms=cuts[98],
         missed=sum(_missed(one, period_s) for one in times) if period_s else 0,
+        others=others,
     )
 
 
@@ -231,26 +235,12 @@ def _missed(times_s: list[float], period_s: float) -> int:
     return ticks[-1] - ticks[0] + 1 - len(set(ticks))
 
 
-def set_core_apart() -> int | None:
-    """Keep this process, and what it starts, off one core; returns it. None where there is no other, or no way to."""
-    if sys.platform != "linux":
-        return None
-    first, *others = sorted(os.sched_getaffinity(0))
-    if not others:
-        return None
-    os.sched_setaffinity(0, others)
-    return first
-
-
 @contextmanager
-def server(code: str, port: int, core: int | None) -> Generator[int]:
-    """A server process, ready, its event loop on `core` if there is one; yields its id."""
+def server(code: str, port: int) -> Generator[int]:
+    """A server process, ready; yields its id."""
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
     try:
         _wait_ready(process, port)
-        if sys.platform == "linux" and core is not None:
-            # Of the main thread alone: its engine, a process by now, stays where this one is.
-            os.sched_setaffinity(process.pid, (core,))
         yield process.pid
     finally:
         process.send_signal(signal.SIGTERM)
@@ -284,6 +274,18 @@ def cpu_s_of(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def others_s(pid: int) -> float:
+    """Processor seconds so far of all but this process, a server and its engine; 0 where there is no /proc."""
+    try:
+        first, *_ = Path("/proc/stat").read_text().split("\n", 1)
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return 0.0
+    user, nice, system, _, _, irq, softirq, *_ = map(int, first.split()[1:])
+    all_s = (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+    return all_s - time.process_time() - sum(cpu_s_of(int(one)) for one in (pid, *children))
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -300,26 +302,41 @@ class Server:
 
     def round(self, streams: int, chunks: int) -> Round:
         watch = Watch(self.pid, streams)
+        began_s, began_others_s = time.monotonic(), others_s(self.pid)
         done = asyncio.run(run_streams(self.port, watch, streams, chunks))
-        return measured(done, watch, self.period_s)
+        others = (others_s(self.pid) - began_others_s) / (time.monotonic() - began_s)
+        return measured(done, watch, self.period_s, others)
 
 
 def compare(
-    given: argparse.Namespace, chunks: int, period_s: float, frames: Path
-) -> tuple[list[Round], list[Round]]:
+    streams: int, chunks: int, period_s: float, rounds: int, frames: Path
+) -> list[tuple[Round, Round]]:
     """Rounds of (gateway, bare app), taking turns; both run all the time."""
-    streams = given.streams
     with ExitStack() as stack:
         servers: list[Server] = []
         for code in (_GATEWAY, _BARE):
             port = free_port()
             code = code.format(port=port, streams=streams, period_s=period_s, frames=str(frames))
-            pid = stack.enter_context(server(code, port, given.core))
+            pid = stack.enter_context(server(code, port))
             asyncio.run(run_streams(port, Watch(pid, streams), streams, 20))
             servers.append(Server(pid=pid, port=port, period_s=period_s))
-        pairs = [[one.round(streams, chunks) for one in servers] for _ in range(given.rounds)]
-    ours, bare = zip(*pairs, strict=True)
-    return list(ours), list(bare)
+        ours, bare = servers
+        return [(ours.round(streams, chunks), bare.round(streams, chunks)) for _ in range(rounds)]
+
+
+_QUIET = 0.15
+"""Of a core; clock ticks do not tell less."""
+
+
+def counted(pairs: list[tuple[Round, Round]]) -> tuple[list[Round], list[Round], str]:
+    """The rounds that nothing disturbed, or all if there are none, and what to say of the others."""
+    quiet = [pair for pair in pairs if max(one.others for one in pair) < _QUIET]
+    most = max(0.0, *(one.others for pair in pairs for one in pair))
+    note = f"{len(pairs) - len(quiet)} of {len(pairs)} rounds beside other work, of {most:.2f} cores at most"
+    if quiet and len(quiet) < len(pairs):
+        note += ", left out"
+    ours, bare = zip(*(quiet or pairs), strict=True)
+    return list(ours), list(bare), note
 
 
 def median(rounds: list[Round]) -> Round:
@@ -330,23 +347,24 @@ def median(rounds: list[Round]) -> Round:
     return Round(**dict(zip((part.name for part in fields(Round)), values, strict=True)))
 
 
-def record(chunks: int, core: int | None, path: Path) -> None:
+def record(chunks: int, path: Path) -> None:
     """One answer of the gateway, for the bare app to repeat."""
     port = free_port()
-    with server(_GATEWAY.format(port=port, streams=1, period_s=0.0), port, core) as pid:
+    with server(_GATEWAY.format(port=port, streams=1, period_s=0.0), port) as pid:
         (stream,) = asyncio.run(run_streams(port, Watch(pid, 1), 1, chunks, keeps=True))
     path.write_bytes(frames_of(bytes(stream.data)))
 
 
 def throughput(given: argparse.Namespace, directory: Path) -> list[str]:
     frames = directory / "frames"
-    record(given.chunks, given.core, frames)
-    ours, bare = compare(given, given.chunks, 0.0, frames)
+    record(given.chunks, frames)
+    pairs = compare(given.streams, given.chunks, 0.0, given.rounds, frames)
+    ours, bare, note = counted(pairs)
     ratios = sorted(a.chunks_per_s / b.chunks_per_s for a, b in zip(ours, bare, strict=True))
     rounds = " ".join(f"{ratio:.2f}" for ratio in ratios)
     a, b = median(ours), median(bare)
     return [
-        f"{given.streams} streams of {given.chunks} chunks, {given.rounds} rounds, medians",
+        f"{given.streams} streams of {given.chunks} chunks, {given.rounds} rounds, medians; {note}",
         f"chunks/s: gateway {a.chunks_per_s:,.0f}, bare {b.chunks_per_s:,.0f}: "
         f"{statistics.median(ratios):.2f}x (rounds {rounds})",
         f"processor us a chunk: gateway {a.server_us:.1f}, bare {b.server_us:.1f}: "
@@ -356,13 +374,14 @@ def throughput(given: argparse.Namespace, directory: Path) -> list[str]:
 
 def delay(given: argparse.Namespace, directory: Path) -> list[str]:
     frames = directory / "frames"
-    record(given.ticks, given.core, frames)
-    ours, bare = compare(given, given.ticks, given.period_ms / 1e3, frames)
+    record(given.ticks, frames)
+    pairs = compare(given.streams, given.ticks, given.period_ms / 1e3, given.rounds, frames)
+    ours, bare, note = counted(pairs)
     added = sorted(a.p99_delay_ms - b.p99_delay_ms for a, b in zip(ours, bare, strict=True))
     a, b = median(ours), median(bare)
     return [
         f"{given.streams} chunks at once, {given.ticks} times every {given.period_ms:g} ms, "
-        f"{given.rounds} rounds, medians",
+        f"{given.rounds} rounds, medians; {note}",
         f"delay: p50 {a.p50_delay_ms:.1f} ms against {b.p50_delay_ms:.1f}, p99 {a.p99_delay_ms:.1f} against "
         f"{b.p99_delay_ms:.1f}: {statistics.median(added):+.1f} ms (rounds {added[0]:+.1f} to {added[-1]:+.1f}); "
         f"ticks missed {a.missed:g} and {b.missed:g}",
@@ -380,15 +399,10 @@ def main() -> None:
     parser.add_argument("--period-ms", type=float, default=40.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", choices=PARTS)
-    parser.add_argument("--unpinned", action="store_true", help="Let the system choose the cores.")
     given = parser.parse_args()
-    given.core = None if given.unpinned else set_core_apart()
     when = datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes")
     load = " ".join(f"{value:.1f}" for value in os.getloadavg())
     print_line(f"{when}, {os.cpu_count()} cores, {platform.machine()}, load average {load}")
-    print_line(
-        "cores as the system chooses" if given.core is None else "the server's core is its own"
-    )
     with tempfile.TemporaryDirectory() as directory:
         for name, part in PARTS.items():
             if given.only in (None, name):
