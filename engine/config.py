@@ -63,7 +63,8 @@ class EngineConfig:
     expert_profile: str | None = None
     """File that ranks the experts for the slots; without one the first that come take them."""
     pool_workers: int | None = None
-    """Threads that compute experts on the host; None takes as many as `threads`."""
+    """Threads that compute experts in host memory; 0: the Triton kernels read those over the bus; None: physical cores
+    but one. In the torch layers both are as many as `threads`."""
     vram_reserve_mib: int | None = None
     """Device memory that the expert cache leaves free; None: the default, lowered where no cache would fit."""
     ple_io: str = "ram"

@@ -19,6 +19,7 @@ from engine.interface import EngineInfo, PlanItem
 from engine.kernels import why_not_compiled
 from engine.loader import ModelLoader
 from engine.memory_plan import SESSION, TIER_ONE, TIER_TWO, Step
+from engine.native.abi import why_unavailable
 from engine.native.pick import NativePicker
 from engine.native.step import (
     PORTABLE,
@@ -40,6 +41,7 @@ from engine.startup_budget import low_memory_line
 from engine.startup_plan import (
     Machine,
     StartPlan,
+    default_pool_workers,
     default_threads,
     device_of,
     dtype_of,
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from engine.cuda.pool import FarPool
     from engine.cuda.random_model import RandomTensors
     from engine.cuda.weights import TensorSource
     from engine.experts import ExpertStore
@@ -327,13 +330,10 @@ def load_cuda_step(
     from engine.cuda.weights import CudaLoader
 
     limits = limits_of(config, spec, has_gpu=True)
-    lines = planned_cuda_lines(spec, limits, config.ple_io)
+    workers = pool_workers_of(config)
+    lines = planned_cuda_lines(spec, limits, config.ple_io, pooled=workers > 0)
     plan = plan_start(config, spec, machine, torch.bfloat16, step_lines=lines)
     _log.info("the Triton kernels run, with experts rounded to 4 bits")
-    if config.pool_workers is not None:
-        _log.warning(
-            "--pool-workers: unused, as the kernels read experts in host memory themselves"
-        )
     marks = StartupMarks(plan.memory, taken_bytes=plan.library_bytes)
     loader = CudaLoader(
         source,
@@ -361,8 +361,14 @@ def load_cuda_step(
     marks.reach(Step.FILL)
     hits_ready((x.moe.gate_up, x.moe.down, x.moe.far) for x in model.layers)
     backend = build_cuda_step(
-        model, state, num_token_ids=num_token_ids, graphs=device.type == "cuda"
+        model,
+        state,
+        num_token_ids=num_token_ids,
+        graphs=device.type == "cuda",
+        pool_workers=workers,
     )
+    if plan.experts.num_in_host:
+        _log.info("%s", _far_line(plan.experts.num_in_host, backend.step.pool))
     backend.prepare()
     marks.reach(Step.HITS)
     return Loaded(
@@ -376,6 +382,26 @@ def load_cuda_step(
         marks=marks,
         part_bytes=backend.part_bytes,
     )
+
+
+def pool_workers_of(config: EngineConfig) -> int:
+    """Threads that compute experts in host memory beside the kernels; 0 where kernels read those over the bus."""
+    if config.pool_workers == 0:
+        return 0
+    if (reason := why_unavailable()) is not None:
+        _log.warning("no pool computes experts, kernels read those over the bus: %s", reason)
+        return 0
+    return config.pool_workers or default_pool_workers(config.num_groups)
+
+
+def _far_line(num_in_host: int, pool: FarPool | None) -> str:
+    """How experts in host memory are computed."""
+    how = (
+        "read over the bus by the kernels"
+        if pool is None
+        else f"computed there by {pool.num_workers} threads"
+    )
+    return f"{num_in_host} experts in host memory are {how}"
 
 
 def _reach_loaded(marks: StartupMarks) -> None:

@@ -116,6 +116,7 @@ TIER_ONE = "experts, tier one"
 TIER_TWO = "experts, tier two"
 EXPERTS_4_BITS = "experts, 4 bits"
 HIT_PATH = "experts' addresses and staging"
+POOL = "experts' pool"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,8 +212,11 @@ def make_step_plan(lines: Iterable[PlanLine], state_bytes: Mapping[str, int]) ->
 def with_tiers(
     lines: Iterable[PlanLine], spec: ModelSpec, experts: ExpertPlan
 ) -> tuple[PlanLine, ...]:
-    """A step's lines with its 4-bit experts divided between the device and pinned host memory."""
-    lines = tuple(lines)
+    """A step's lines with its 4-bit experts divided between the device and pinned host memory.
+
+    A line for the pool is kept where there is something for it to compute.
+    """
+    lines = tuple(line for line in lines if line.name != POOL or experts.num_in_host)
     blob = packed_blob_bytes(lines, spec)
     path = num_pairs(spec) * _PLACE_BYTES + experts.num_in_host * 4
     if experts.num_in_host:

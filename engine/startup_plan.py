@@ -19,6 +19,7 @@ from engine.linear import MAX_WINDOW_ROWS
 from engine.memory_plan import (
     LIBRARY,
     MIB,
+    POOL,
     ExpertPlan,
     MemoryPlan,
     Place,
@@ -281,6 +282,8 @@ def _own_memory(plan: StartPlan) -> MemoryPlan:
         lines, split = plan.step_lines, plan.experts.plan
         if split is not None:
             lines = with_tiers(lines, spec, split)
+        else:
+            lines = tuple(line for line in lines if line.name != POOL)
         return make_step_plan(lines, state_bytes_of(plan))
     return make_plan(
         spec,
@@ -394,6 +397,30 @@ def _kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     if name not in _KV_DTYPES:
         raise ConfigMismatch(f"--kv: found {name}, required auto, {', '.join(_KV_DTYPES)}")
     return _KV_DTYPES[name]
+
+
+def default_pool_workers(num_groups: int) -> int:
+    """Physical cores but one, which the gateway and the engine's own thread keep; shared by stages on one host.
+
+    Two threads of one core would share the units that multiply and the path to memory.
+    """
+    return max(1, (_num_physical_cores() - 1) // num_groups)
+
+
+def _num_physical_cores() -> int:
+    """Of the logical ones this process may use; each by itself where the system does not say who shares."""
+    logical = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    if logical is None:
+        return os.cpu_count() or 1
+    siblings = Path("/sys/devices/system/cpu")
+    cores: set[str] = set()
+    for number in logical:
+        try:
+            file = siblings / f"cpu{number}" / "topology" / "thread_siblings_list"
+            cores.add(file.read_text(encoding="ascii"))
+        except OSError:
+            cores.add(str(number))
+    return len(cores)
 
 
 def default_threads(*, compiled: bool) -> int:

@@ -270,8 +270,9 @@ def serve(
         int | None,
         _option(
             "--pool-workers",
-            "Threads that compute experts on the host; left out: as many as --threads.",
-            count(1, 1024),
+            "Threads that compute experts in host memory; 0: the GPU's kernels read those over the bus; "
+            "left out: physical cores but one.",
+            count(0, 1024),
             "N",
         ),
     ] = None,

@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 from engine.cuda.language import triton
+from engine.cuda.layout import MAX_ROWS
 from engine.cuda.pick_rows import can_pick
+from engine.cuda.pool import FarPool, PoolBuffers
 from engine.cuda.prefill import Prefill, chunk_bytes
 from engine.cuda.sizes import BUFFERS, NamesOnly, table_bytes, tensor_bytes, weight_parts
 from engine.cuda.step import CudaStep
 from engine.cuda.weights import CudaLoader
 from engine.errors import ConfigMismatch
-from engine.memory_plan import EXPERTS_4_BITS, HIT_PATH, TABLE, Place, PlanLine, Step
+from engine.memory_plan import EXPERTS_4_BITS, HIT_PATH, POOL, TABLE, Place, PlanLine, Step
 from engine.state import SlotState
 
 if TYPE_CHECKING:
@@ -156,15 +158,19 @@ class CudaBackend:
         """Bytes as held, by the names of `planned_cuda_lines`."""
         model = self.step.model
         path = table_bytes(model) + tensor_bytes(self.prefill.staged)
-        return {**weight_parts(model), BUFFERS: self.step.num_bytes, HIT_PATH: path}
+        parts = {**weight_parts(model), BUFFERS: self.step.num_bytes, HIT_PATH: path}
+        if self.step.pool is not None:
+            parts[POOL] = tensor_bytes(self.step.pool.buffers)
+        return parts
 
 
 def planned_cuda_lines(
-    spec: ModelSpec, limits: Limits, ple_io: str = "ram"
+    spec: ModelSpec, limits: Limits, ple_io: str = "ram", *, pooled: bool = False
 ) -> tuple[PlanLine, ...]:
     """What a backend with all experts on the device will take beside the slots' state, by part. Needs no device.
 
-    Built as it will be, of tensors without memory.
+    Built as it will be, of tensors without memory. pooled: with a line for the pool that computes far experts, of
+    which a plan without such experts makes nothing.
     """
     nowhere = torch.device("meta")
     with_draft = limits.max_draft > 0
@@ -197,14 +203,25 @@ def planned_cuda_lines(
         PlanLine(name=BUFFERS, num_bytes=step.num_bytes, step=Step.HITS),
         PlanLine(name="prefill buffers", num_bytes=piece, step=Step.PROMPT),
     ]
+    if pooled:
+        buffers = tensor_bytes(PoolBuffers.make(spec, MAX_ROWS, nowhere))
+        lines.append(
+            PlanLine(name=POOL, num_bytes=buffers, step=Step.HITS, place=Place.HOST),
+        )
     return tuple(lines)
 
 
 def build_cuda_step(
-    model: CudaModel, state: SlotState, *, num_token_ids: int, graphs: bool = True
+    model: CudaModel,
+    state: SlotState,
+    *,
+    num_token_ids: int,
+    graphs: bool = True,
+    pool_workers: int = 0,
 ) -> CudaBackend:
     """Trunk, draft layer and graphs over `state`; num_token_ids: see CudaStep.
 
+    pool_workers: threads that compute far experts, if there are any; 0 lets kernels read them over the bus.
     Raises ConfigMismatch unless the state is bf16, K/V are that or int8, and both are on a CUDA device.
     """
     for name, found, able in (
@@ -216,7 +233,11 @@ def build_cuda_step(
             raise ConfigMismatch(f"{name}: found {found}, required {required} for the CUDA kernels")
     if graphs and state.device.type != "cuda":
         raise ConfigMismatch(f"--device: found {state.device}, required cuda for the CUDA kernels")
-    step = CudaStep(model, state, num_token_ids, graphs=graphs)
+    far = [layer.moe.far for layer in model.layers]
+    pool = None
+    if pool_workers and any(x is not None and x.count for x in far):
+        pool = FarPool(model.spec, far, MAX_ROWS, state.device, pool_workers)
+    step = CudaStep(model, state, num_token_ids, graphs=graphs, pool=pool)
     prefill = Prefill(model, state)
     draft = CudaDraft(step, prefill) if model.draft is not None else None
     return CudaBackend(trunk=CudaTrunk(step, prefill), draft=draft, step=step, prefill=prefill)

@@ -108,7 +108,13 @@ def copy_rate() -> float:
     return 2 * source.numel() / (median_ms(lambda: target.copy_(source)) * 1e-3)
 
 
-def make(layers: int, max_context: int, num_slots: int, expert_cache: int | None = None) -> Bench:
+def make(
+    layers: int,
+    max_context: int,
+    num_slots: int,
+    expert_cache: int | None = None,
+    pool_workers: int | None = None,
+) -> Bench:
     """A random model, its state full of random cells, and its graphs. expert_cache: slots; None: for all that fit."""
     device = torch.device("cuda")
     rate = copy_rate()
@@ -116,7 +122,11 @@ def make(layers: int, max_context: int, num_slots: int, expert_cache: int | None
     source = RandomTensors(device)
     spec = real_spec(num_hidden_layers=layers)
     config = EngineConfig(
-        device="cuda", num_slots=num_slots, max_context=max_context, expert_cache=expert_cache
+        device="cuda",
+        num_slots=num_slots,
+        max_context=max_context,
+        expert_cache=expert_cache,
+        pool_workers=pool_workers,
     )
     began = time.perf_counter()
     loaded = load_cuda_step(
@@ -334,16 +344,18 @@ def parts(bench: Bench, rows: int) -> list[dict[str, Any]]:
 
 
 def tiers(bench: Bench) -> list[dict[str, Any]]:
-    """Windows and a prompt piece by the share of experts on the device; bytes of the others are read over the bus.
+    """Windows and a prompt piece by the share of experts on the device; the others are computed by threads of the host,
+    or their bytes are read over the bus.
 
     The first line is the rate of a copy from pinned memory.
     """
     layers, found = len(bench.model.layers), [{"what": "copy", "gb_per_s": _bus_rate() / 1e9}]
     pairs = layers * bench.model.spec.moe.num_experts
-    for share in (None, 1.0, 0.5, 0.25):
+    cases = [(None, 0), (1.0, 0), (0.5, 0), (0.5, None), (0.25, 0), (0.25, None)]
+    for share, workers in cases:
         one = bench
         if share is not None:
-            one = make(layers, 33_000, 4, int(share * pairs))
+            one = make(layers, 33_000, 4, int(share * pairs), workers)
         far_bytes = sum(_far_of(layer.moe) for layer in one.model.layers)
         for counts in ((1,), (5, 5, 5, 5)):
             rows, slots = sum(counts), list(range(len(counts)))
@@ -377,8 +389,9 @@ def _tier_line(
         "layers": len(bench.model.layers),
         "near": "all, without tiers" if share is None else share,
         "what": what,
+        "threads": bench.step.pool.num_workers if bench.step.pool else 0,
         "ms": ms,
-        "bus_mib": bus / MIB,
+        "far_mib": bus / MIB,
         "load_s": bench.engine.info.load_s,
         "outside_mib": (total - free - torch.cuda.memory_reserved()) / MIB,
     }

@@ -777,7 +777,7 @@ def _passes(
     if far is None:
         yield _Pass(up, down, up.words, down.words, up.words, 0, 0, 0)
         return
-    count = far.ids.shape[0]
+    count = far.count
     by_address = _Pass(up, down, far.up_at, far.down_at, far.order, -1, count, 1)
     if count == 0 or num_rows <= _EXPERT_ROWS:
         yield by_address

@@ -47,6 +47,7 @@ from engine.cuda.products import equal_pieces, multiply_pieces, padded_outputs
 from engine.cuda.quant import GROUP, QUARTER, TILE, Packed4
 
 if TYPE_CHECKING:
+    from engine.cuda.pool import FarPool
     from engine.cuda.tiers import FarExperts
     from engine.model_spec import MoeSpec
 
@@ -312,6 +313,7 @@ def _gate_up(
     words,
     scales,
     addresses,
+    order,
     ids,
     hidden,
     hidden_units,
@@ -329,11 +331,13 @@ def _gate_up(
     BM: tl.constexpr,
     ONE: tl.constexpr,
     BY_ADDRESS: tl.constexpr,
+    SKIP_FAR: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Grid (runs of hidden columns, pairs): digits of hidden [R * TOP, OUT groups] = silu(gate) * up.
 
     A run is half a group: the columns whose digits lie together. BN is its rows of gate and up.
+    SKIP_FAR: leave out the experts that have a place in `order`, those in host memory.
     lists int32 [pairs, 1 + PM]: how many rows a pair multiplies, 0 unless it is its expert's first; and their pairs.
     """
     run = tl.program_id(0)
@@ -345,6 +349,8 @@ def _gate_up(
         rank = tl.arange(0, PM) * 0 + pair
     else:
         expert, is_first, count, place, rank = _chosen(ids, pair, R, TOP, PT, PM)
+    if SKIP_FAR:
+        is_first = is_first & (tl.load(order + expert) < 0)
     if run == 0:
         own = lists + pair * (1 + PM)
         m = tl.arange(0, PM)
@@ -413,6 +419,7 @@ def _down(
     BM: tl.constexpr,
     ONE: tl.constexpr,
     BY_ADDRESS: tl.constexpr,
+    SKIP_FAR: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Grid (tiles of output columns, pairs): parts fp32 [R, TOP, H]."""
@@ -427,7 +434,7 @@ def _down(
             fetch(scales + likely + tile * (GROUPS * TILE), GROUPS * TILE * 2)
     wait(OVERLAP)
     own = lists + pair * (1 + PM)
-    if ONE:
+    if ONE and not SKIP_FAR:
         count = 1
     else:
         count = tl.load(own)
@@ -541,11 +548,17 @@ def moe_into_streams(
     streams: Tensor,
     inject: Tensor,
     spec: MoeSpec,
+    pool: FarPool | None = None,
+    *,
+    rests: bool = True,
 ) -> None:
-    """streams bf16 [R, S*H] += outer(inject [R, S], MoE(x bf16 [R, H])), in place; R is at most one row tile."""
+    """streams bf16 [R, S*H] += outer(inject [R, S], MoE(x bf16 [R, H])), in place; R is at most one row tile.
+
+    pool: computes the far experts, if there are any, while kernels compute the others; rests: see FarPool.begin.
+    """
     num_rows, hidden = x.shape
     route(x, weights, scratch, spec)
-    multiply_split(num_rows, weights, scratch, spec, ExpertTiling())
+    multiply_window(x, weights, scratch, spec, pool, rests=rests)
     first, rest = two_parts(spec.shared_dim)
     _combine[(triton.cdiv(hidden, 16), triton.cdiv(num_rows, _ROW_TILE))](
         scratch.shared,
@@ -587,6 +600,25 @@ class ExpertTiling:
     down_registers: int = 96
 
 
+def multiply_window(
+    x: Tensor,
+    weights: MoeWeights,
+    scratch: MoeScratch,
+    spec: MoeSpec,
+    pool: FarPool | None,
+    *,
+    rests: bool,
+) -> None:
+    """scratch.parts of the rows x, whose digits are scratch.x, from scratch.ids; pool, rests: see moe_into_streams."""
+    far = weights.far
+    if pool is None or far is None or not far.count:
+        multiply_split(x.shape[0], weights, scratch, spec, ExpertTiling())
+        return
+    pool.begin(x, scratch.ids, far, rests=rests)
+    multiply_split(x.shape[0], weights, scratch, spec, ExpertTiling(), skip_far=True)
+    pool.finish(x.shape[0], scratch.ids, scratch.parts, far)
+
+
 def multiply_experts(
     x: Tensor, weights: MoeWeights, scratch: MoeScratch, spec: MoeSpec, cut: ExpertTiling
 ) -> None:
@@ -596,9 +628,15 @@ def multiply_experts(
 
 
 def multiply_split(
-    num_rows: int, weights: MoeWeights, scratch: MoeScratch, spec: MoeSpec, cut: ExpertTiling
+    num_rows: int,
+    weights: MoeWeights,
+    scratch: MoeScratch,
+    spec: MoeSpec,
+    cut: ExpertTiling,
+    *,
+    skip_far: bool = False,
 ) -> None:
-    """scratch.parts of the rows scratch.x from scratch.ids."""
+    """scratch.parts of the rows scratch.x from scratch.ids; skip_far: but for experts in host memory."""
     pairs = num_rows * spec.num_active
     hidden = scratch.parts.shape[-1]
     up, down, far = weights.gate_up, weights.down, weights.far
@@ -607,7 +645,7 @@ def multiply_split(
         {"maxnreg": cut.up_registers},
         {"maxnreg": cut.down_registers},
     )
-    if far is not None and far.ids.shape[0]:
+    if far is not None and far.count and not skip_far:
         rows = min(cut.far_rows, max(cut.rows, triton.next_power_of_2(num_rows)))
         up_cap = down_cap = {}
     shared = {
@@ -616,6 +654,7 @@ def multiply_split(
         "ONE": num_rows == 1,
         "TILE": TILE,
         "BY_ADDRESS": far is not None,
+        "SKIP_FAR": skip_far,
         "OVERLAP": LAUNCH.overlap,
         # What is rounded is written out.
         "enable_fp_fusion": False,
@@ -626,6 +665,7 @@ def multiply_split(
         up.words,
         up.scales,
         up.words if far is None else far.up_at,
+        scratch.ids if far is None else far.order,
         scratch.ids,
         scratch.hidden.digits,
         scratch.hidden.units,

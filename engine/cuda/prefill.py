@@ -75,7 +75,7 @@ class Prefill:
         self._model = model
         self._spec = model.spec
         self._state = state
-        has_far = any(x.moe.far is not None and x.moe.far.ids.numel() for x in model.layers)
+        has_far = any(x.moe.far is not None and x.moe.far.count for x in model.layers)
         self.staged = StagedExperts.make(model.spec, state.device) if has_far else None
         self.routed: Tensor | None = None
 

@@ -30,6 +30,7 @@ from engine.state import WINDOW_ROWS, KeptRows
 
 if TYPE_CHECKING:
     from engine.cuda.gdn import GdnWeights
+    from engine.cuda.pool import FarPool
     from engine.cuda.qsa import QsaWeights
     from engine.cuda.residual import ResidualWeights
     from engine.cuda.weights import CudaDraftLayer, CudaLayer, CudaModel
@@ -131,10 +132,17 @@ class CudaStep:
     """Window, commit and draft chain of one model over one SlotState. One thread calls it."""
 
     def __init__(
-        self, model: CudaModel, state: SlotState, num_token_ids: int, *, graphs: bool = True
+        self,
+        model: CudaModel,
+        state: SlotState,
+        num_token_ids: int,
+        *,
+        graphs: bool = True,
+        pool: FarPool | None = None,
     ) -> None:
-        """num_token_ids: ids from here on have no text and are never picked."""
+        """num_token_ids: ids from here on have no text and are never picked; pool: see moe_into_streams."""
         self.model = model
+        self.pool = pool
         self.state = state
         self._context = model.spec.ple.ngram_size if model.spec.ple else 1
         self._tables = model.tables
@@ -287,14 +295,12 @@ class CudaStep:
             kind = "QSA layers" if layer.gdn is None else "GDN layers"
             kinds.setdefault(kind if layer.ple is None else f"{kind} with PLE", []).append(layer)
         ids, streams = self._rows(num_rows)
-
-        def run_layers(layers: Sequence[CudaLayer]) -> None:
-            for layer in layers:
-                self._layer(layer, ids, streams)
-
         works: dict[str, Callable[[], None]] = {
             "start": lambda: self._start(ids, streams),
-            **{kind: partial(run_layers, layers) for kind, layers in kinds.items()},
+            **{
+                kind: partial(self._run_layers, layers, ids, streams)
+                for kind, layers in kinds.items()
+            },
             "head": lambda: self._window_head(streams),
         }
         return {
@@ -306,10 +312,15 @@ class CudaStep:
         ids, streams = self._rows(num_rows)
         if self.model.spec.is_first:
             self._start(ids, streams)
-        for layer in self.model.layers:
-            self._layer(layer, ids, streams)
+        self._run_layers(self.model.layers, ids, streams)
         if self.model.spec.is_last:
             self._window_head(streams)
+
+    def _run_layers(self, layers: Sequence[CudaLayer], ids: Tensor, streams: Tensor) -> None:
+        """One after the other; the pool's threads stay awake until the last that needs them."""
+        tiered = [n for n, x in enumerate(layers) if x.moe.far is not None and x.moe.far.count]
+        for number, layer in enumerate(layers):
+            self._layer(layer, ids, streams, rests=number == max(tiered, default=0))
 
     def _rows(self, num_rows: int) -> tuple[Tensor, Tensor]:
         """A window's ids int64 [R, context + 1] and streams [R, S*H]."""
@@ -325,7 +336,7 @@ class CudaStep:
         assert self.model.final is not None
         self._head(streams, self.model.final, self.buffers.logits[: streams.shape[0]])
 
-    def _layer(self, layer: CudaLayer, ids: Tensor, streams: Tensor) -> None:
+    def _layer(self, layer: CudaLayer, ids: Tensor, streams: Tensor, *, rests: bool) -> None:
         """One layer of a window, in place on the streams."""
         spec, b = self.model.spec, self.buffers
         if layer.ple is not None:
@@ -350,7 +361,9 @@ class CudaStep:
             assert layer.qsa is not None
             self._attention(mixed, layer.qsa, streams, inject)
         mixed, inject = self.read(streams, layer.moe_residual)
-        moe_into_streams(mixed, layer.moe, b.moe, streams, inject, spec.moe)
+        moe_into_streams(
+            mixed, layer.moe, b.moe, streams, inject, spec.moe, self.pool, rests=rests
+        )
 
     def _gdn(
         self, mixed: Tensor, weights: GdnWeights, index: int, streams: Tensor, inject: Tensor

@@ -42,6 +42,11 @@ class FarExperts:
     ids: Tensor
 
     @property
+    def count(self) -> int:
+        """F: how many lie in host memory."""
+        return self.ids.shape[0]
+
+    @property
     def tables(self) -> tuple[Tensor, ...]:
         """What is on the device."""
         return self.up_at, self.down_at, self.order, self.ids

@@ -252,6 +252,33 @@ class Seat(Structure):
     )
 
 
+class PackedExperts(Structure):
+    """4-bit matrices, one behind another, as engine.cuda.quant packs them."""
+
+    _fields_ = (*_pointers("words scales"), *_ints("groups tiles"))
+
+
+class FarBuffers(Structure):
+    """What the threads of src/far_pool.c write while they compute, and the sizes of the largest window."""
+
+    _fields_ = (
+        *_ints("max_rows top num_experts hidden width wide"),
+        *_pointers("x_digits hidden_digits x_units hidden_units middle x_excess hidden_excess"),
+    )
+
+
+class FarWork(Structure):
+    """One layer of a window, for src/far_pool.c."""
+
+    _fields_ = (
+        ("pool", c_void_p),
+        ("gate_up", PackedExperts),
+        ("down", PackedExperts),
+        *_pointers("order ids x parts"),
+        *_ints("num_rows rests"),
+    )
+
+
 STAGES = ("start", "PLE", "GDN", "QSA", "MoE", "head")
 """What a probe tells apart: of a layer its n-gram embedding, its mixer and its experts, each with its residual."""
 
@@ -264,6 +291,10 @@ _CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "tiles": (c_int, ()),
     "product": (None, (POINTER(Matrix), c_void_p, c_int, c_int, c_void_p, c_void_p)),
     "product_floats": (c_int64, (POINTER(Matrix), c_int)),
+    "far_open": (c_void_p, (POINTER(FarBuffers), c_int)),
+    "far_close": (None, (c_void_p,)),
+    "far_threads": (c_int, (c_void_p,)),
+    "far_parts": (None, (c_void_p,)),
     "scratch_floats": (c_int64, (POINTER(Model), c_int, c_int)),
     "open": (c_void_p, (POINTER(Model), POINTER(State), c_int, c_int, c_void_p)),
     "close": (None, (c_void_p,)),
@@ -299,6 +330,10 @@ class Library:
     tiles: Any
     product: Any
     product_floats: Any
+    far_open: Any
+    far_close: Any
+    far_threads: Any
+    far_parts: Any
     scratch_floats: Any
     open: Any
     close: Any

@@ -153,7 +153,12 @@ def _planned(
         # Only here: half a second of imports that other plans do not need.
         from engine.cuda.backend import planned_cuda_lines
 
-        lines = planned_cuda_lines(spec, limits_of(config, spec, has_gpu=True), config.ple_io)
+        lines = planned_cuda_lines(
+            spec,
+            limits_of(config, spec, has_gpu=True),
+            config.ple_io,
+            pooled=config.pool_workers != 0,
+        )
     dtype = dtype_of(config.dtype, has_gpu=machine.has_gpu)
     if lines is not None:
         dtype = torch.bfloat16 if machine.has_gpu else torch.float32

@@ -1,14 +1,20 @@
-"""Where a 4-bit expert lies changes no bit: every number of slots against all experts on the device.
+"""Where a 4-bit expert lies, and who computes it, changes no bit: every number of slots against all on the device, read
+over the bus by the kernels or computed in host memory by a pool.
 
 With TRITON_INTERPRET=1 the tests of one layer run on a CPU.
 """
 
 from __future__ import annotations
 
+import ctypes
+import ctypes.util
+import itertools
 import os
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,6 +22,7 @@ from torch import Tensor
 from engine.cuda.quant import pack4
 from engine.cuda.tiers import ExpertPlaces, StagedExperts, empty_experts
 from engine.expert_profile import profile_of_counts
+from engine.native.abi import why_unavailable
 from engine.startup_budget import slots_per_layer
 from engine.startup_plan import ExpertSplit
 
@@ -54,6 +61,11 @@ TINY: dict[str, Any] = {
     "eos_token_id": 3,
 }
 PAIRS = 20
+NUM_SLOTS = 4
+WINDOWS = ([1], [5], [3, 1], [5, 5, 5, 5])
+"""Rows of each slot."""
+WORKERS = [0] if why_unavailable() is not None else [0, 1, 3]
+"""Threads that compute far experts; 0: none, kernels read those."""
 LONG, SHORT = 90, 9
 """Rows of a piece that stages what it needs from host memory, and of one that reads it there."""
 
@@ -66,19 +78,22 @@ class Case:
     backend: CudaBackend
 
     def outcome(self) -> list[Tensor]:
-        """Logits of a long and a short prompt piece, and of a window of two slots behind them."""
+        """Logits of a long and a short prompt piece, and of windows of one to four slots behind them."""
         trunk, state = self.backend.trunk, self.backend.step.state
         ids = torch.arange(200, device=DEVICE).view(-1, 1) * 7 % self.spec.vocab_size
         found: list[Tensor] = []
-        for slot in (0, 1):
+        for slot in range(NUM_SLOTS):
             state.begin(slot)
         start = 0
         for count in (LONG, SHORT):
             streams = trunk.chunk(ids[start : start + count], 0, start, state)
             found.append(trunk.logits(streams).clone())
             start += count
-        self.backend.step.window(ids[start : start + 4], [0, 1], [3, 1], [start, 0])
-        found.append(self.backend.step.logits(4).clone())
+        for counts in WINDOWS:
+            rows, slots = sum(counts), range(len(counts))
+            starts = [start if slot == 0 else 0 for slot in slots]
+            self.backend.step.window(ids[start : start + rows], slots, counts, starts)
+            found.append(self.backend.step.logits(rows).clone())
         return found
 
 
@@ -92,7 +107,7 @@ def split_of(spec: ModelSpec, num_slots: int, *, hot_last: bool) -> ExpertSplit:
     )
 
 
-def load(split: ExpertSplit | None) -> Case:
+def load(split: ExpertSplit | None, workers: int = 0) -> Case:
     from engine.cuda.backend import build_cuda_step
     from engine.cuda.random_model import RandomTensors, real_spec
     from engine.cuda.tiers import hits_ready
@@ -107,14 +122,17 @@ def load(split: ExpertSplit | None) -> Case:
     assert hits_ready((x.moe.gate_up, x.moe.down, x.moe.far) for x in model.layers)
     state = SlotState(
         spec,
-        num_slots=2,
+        num_slots=NUM_SLOTS,
         max_context=128,
         dtype=torch.bfloat16,
         kv_dtype=torch.bfloat16,
         device=DEVICE,
     )
     graphs = DEVICE.type == "cuda"
-    return Case(spec, build_cuda_step(model, state, num_token_ids=spec.vocab_size, graphs=graphs))
+    backend = build_cuda_step(
+        model, state, num_token_ids=spec.vocab_size, graphs=graphs, pool_workers=workers
+    )
+    return Case(spec, backend)
 
 
 @pytest.fixture(scope="module")
@@ -124,20 +142,25 @@ def expected() -> list[Tensor]:
 
 
 @gpu
+@pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("hot_last", [False, True], ids=["first", "profile"])
 @torch.inference_mode()
 def test_no_number_of_slots_changes_a_bit(
-    hot_last: bool, expected: list[Tensor], monkeypatch: pytest.MonkeyPatch
+    hot_last: bool, workers: int, expected: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A long piece has room for two experts from host memory at once, so it fetches some after others."""
     spec = load(None).spec
     monkeypatch.setattr("engine.memory_plan.STAGED_BYTES", 2 * blob_bytes(spec))
     for num_slots in range(PAIRS + 1):
-        case = load(split_of(spec, num_slots, hot_last=hot_last))
-        found = case.outcome()
+        case = load(split_of(spec, num_slots, hot_last=hot_last), workers)
+        assert (case.backend.step.pool is None) == (not workers or num_slots == PAIRS)
+        found = [
+            case.outcome(),
+            case.outcome(),
+        ]  # as a window is run first, and as its graph is replayed
         staged = case.backend.prefill.staged
         assert (staged.count if staged else 0) == (2 if num_slots < PAIRS else 0)
-        for one, other in zip(found, expected, strict=True):
+        for one, other in zip(itertools.chain(*found), expected * 2, strict=True):
             assert torch.isfinite(one).all()
             assert torch.equal(one, other), num_slots
 
@@ -159,12 +182,13 @@ def test_routes_are_counted_where_they_are_asked_for() -> None:
 class Layer:
     """The experts of one layer, and what rows of a window and of a prompt piece give with them."""
 
-    def __init__(self, near: set[int] | None) -> None:
-        """near: those in slots; None: all, without tiers."""
+    def __init__(self, near: set[int] | None, workers: int = 0, **sizes: int) -> None:
+        """near: those in slots; None: all, without tiers; sizes: that differ from TINY's."""
         from engine.cuda.moe import MoeWeights
+        from engine.cuda.pool import FarPool
         from engine.cuda.random_model import real_spec
 
-        self.spec = real_spec(**TINY)
+        self.spec = real_spec(**{**TINY, **sizes})
         moe, hidden = self.spec.moe, self.spec.hidden
         generator = torch.Generator().manual_seed(4)
         up = torch.randn(moe.num_experts, 2 * moe.expert_dim, hidden, generator=generator) / 8
@@ -181,6 +205,11 @@ class Layer:
             down=places.slots[1],
             far=None if near is None else places.far(),
         )
+        self.pool = None
+        if workers:
+            # One layer's table for four: that of the last is filled.
+            layers = [None] * (self.spec.num_layers - 1) + [self.weights.far]
+            self.pool = FarPool(self.spec, layers, 20, DEVICE, workers)
         self.generator = torch.Generator().manual_seed(9)
 
     def random(self, *shape: int) -> Tensor:
@@ -192,13 +221,15 @@ class Layer:
         return torch.tensor(rows, dtype=torch.int32, device=DEVICE)
 
     def window(self, num_rows: int) -> Tensor:
-        from engine.cuda.moe import ExpertTiling, MoeScratch, multiply_experts
+        from engine.cuda.moe import MoeScratch, multiply_window
 
         scratch = MoeScratch.make(self.spec.moe, self.spec.hidden, num_rows, DEVICE)
         scratch.ids.copy_(self.ids(num_rows))
         scratch.parts.fill_(float("nan"))
         x = self.random(num_rows, self.spec.hidden)
-        multiply_experts(x, self.weights, scratch, self.spec.moe, ExpertTiling())
+        # A column's size differs from another's as much as an activation's.
+        x *= torch.logspace(-4, 1, self.spec.hidden, device=DEVICE)
+        multiply_window(x, self.weights, scratch, self.spec.moe, self.pool, rests=True)
         return scratch.parts
 
     def piece(self, num_rows: int) -> Tensor:
@@ -221,14 +252,34 @@ class Layer:
         return streams
 
 
+@pytest.fixture
+def rounds_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A multiply-add of the interpreter's as the device and the pool have it: numpy's would round twice."""
+    if not INTERPRETED:
+        return
+    interpreter: Any = import_module("triton.runtime.interpreter")
+
+    libm = ctypes.CDLL(ctypes.util.find_library("m"))
+    libm.fmaf.restype, libm.fmaf.argtypes = ctypes.c_float, [ctypes.c_float] * 3
+    fmaf = np.frompyfunc(libm.fmaf, 3, 1)
+
+    def once(_: Any, x: Any, y: Any, z: Any) -> Any:
+        return interpreter.TensorHandle(
+            fmaf(x.data, y.data, z.data).astype(np.float32), z.dtype.scalar
+        )
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", once)
+
+
 NEAR = [set[int](), {3}, {0, 4}, {1, 2, 4}, {0, 1, 2, 3}, set(range(5))]
 
 
 # Runs on a CPU too, under Triton's interpreter (TRITON_INTERPRET=1); compiled kernels need the device.
 @pytest.mark.skipif(DEVICE.type == "cuda" and not torch.cuda.is_available(), reason="no device")
+@pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("near", NEAR, ids=str)
 def test_a_layer_gives_the_same_bits_wherever_its_experts_lie(
-    near: set[int], monkeypatch: pytest.MonkeyPatch
+    near: set[int], workers: int, rounds_once: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
     # An expert's 128 and 128 lines are copied by two programs each.
@@ -237,8 +288,21 @@ def test_a_layer_gives_the_same_bits_wherever_its_experts_lie(
     for num_rows in (1, 5, 20):
         wanted = Layer(None).window(num_rows)
         assert torch.isfinite(wanted).all()
-        assert torch.equal(Layer(near).window(num_rows), wanted)
+        assert torch.equal(Layer(near, workers).window(num_rows), wanted)
+    if workers:
+        return  # prompt pieces know no pool
     for num_rows in (SHORT, LONG):
         wanted = Layer(None).piece(num_rows)
         assert torch.isfinite(wanted).all()
         assert torch.equal(Layer(near).piece(num_rows), wanted)
+
+
+@gpu
+@pytest.mark.parametrize("workers", WORKERS)
+@torch.inference_mode()
+def test_a_layer_of_the_real_widths_gives_the_same_bits(workers: int) -> None:
+    sizes = {"hidden_size": 2560, "moe_intermediate_size": 640}
+    for num_rows in (1, 5, 20):
+        wanted = Layer(None, **sizes).window(num_rows)
+        assert torch.isfinite(wanted).all()
+        assert torch.equal(Layer({0, 4}, workers, **sizes).window(num_rows), wanted)

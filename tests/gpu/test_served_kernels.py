@@ -236,10 +236,11 @@ def texts(engine: TorchEngine) -> dict[str, list[int]]:
     return {name: [first, *found[i]] for i, (name, first) in enumerate(firsts.items())}
 
 
+@pytest.mark.parametrize("workers", [0, 1, 3])
 @pytest.mark.parametrize("ranked", [False, True], ids=["first", "profile"])
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_tiers_change_no_token_and_no_hidden_cost(
-    share: float, ranked: bool, profile: str, untiered: dict[str, list[int]]
+    share: float, ranked: bool, workers: int, profile: str, untiered: dict[str, list[int]]
 ) -> None:
     num_slots = int(share * NUM_LAYERS * NUM_EXPERTS)
     tiered = replace(
@@ -247,6 +248,7 @@ def test_tiers_change_no_token_and_no_hidden_cost(
         kernels="compiled",
         expert_cache=num_slots,
         expert_profile=profile if ranked else None,
+        pool_workers=workers,
     )
     engine = load_engine(tiered, rehearse=True)
     assert texts(engine) == untiered
@@ -257,6 +259,7 @@ def test_tiers_change_no_token_and_no_hidden_cost(
     one, two = items["experts, tier one"].planned_bytes, items["experts, tier two"].planned_bytes
     assert one * (NUM_LAYERS * NUM_EXPERTS - num_slots) == two * num_slots
     assert "experts, 4 bits" not in items
+    assert ("experts' pool" in items) == (workers > 0 and share < 1)
     steps = tuple(DecodeStep(slot=s, max_draft=4, spec_min_p=0.0) for s in (0, 1))
 
     def window() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,9 @@ from engine import kernels
 from engine.config import EngineConfig
 from engine.cuda import support
 from engine.errors import ConfigMismatch
+from engine.loading import pool_workers_of
 from engine.model_spec import ModelSpec, spec_from_config
+from engine.startup_plan import default_pool_workers
 from tests.random_weights import SMALL
 
 CUDA = torch.device("cuda")
@@ -78,3 +81,23 @@ def test_the_portable_step_is_one_of_a_cpu() -> None:
     wanted = replace(CONFIG, kernels="portable")
     with pytest.raises(ConfigMismatch, match="--kernels portable: it runs on cpu, not on cuda"):
         kernels.why_not_compiled(wanted, make_spec(), CUDA)
+
+
+def test_far_experts_are_computed_by_a_pool_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("engine.loading.why_unavailable", lambda: None)
+    assert pool_workers_of(replace(CONFIG, pool_workers=3)) == 3
+    assert pool_workers_of(replace(CONFIG, pool_workers=0)) == 0
+    monkeypatch.setattr("engine.startup_plan._num_physical_cores", lambda: 9)
+    assert pool_workers_of(CONFIG) == 8
+    assert pool_workers_of(replace(CONFIG, num_groups=2)) == 4
+    monkeypatch.setattr("engine.loading.why_unavailable", lambda: "it was not compiled")
+    assert not caplog.records
+    assert pool_workers_of(replace(CONFIG, pool_workers=3)) == 0
+    assert "over the bus: it was not compiled" in caplog.text
+
+
+def test_a_pool_has_at_least_one_thread() -> None:
+    assert default_pool_workers(64) == 1
+    assert 1 <= default_pool_workers(1) <= max(1, len(os.sched_getaffinity(0)) - 1)

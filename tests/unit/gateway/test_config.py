@@ -67,7 +67,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[AppConfig]:
         (["--expert-cache", "some"], ["--expert-cache", "auto or a whole number from 0", "some"]),
         (["--expert-cache", "-1"], ["--expert-cache", "-1"]),
         (["--expert-cache", "1e9"], ["--expert-cache", "1e9"]),
-        (["--pool-workers", "0"], ["--pool-workers", "1 to 1024"]),
+        (["--pool-workers", "1025"], ["--pool-workers", "0 to 1024"]),
+        (["--pool-workers", "-1"], ["--pool-workers", "-1"]),
         (["--pool-workers", "NaN"], ["--pool-workers", "NaN"]),
         (["--vram-reserve-mib", "abc"], ["--vram-reserve-mib", "abc", "0 to 16777216"]),
         (["--vram-reserve-mib", "1e9"], ["--vram-reserve-mib", "1e9"]),
@@ -174,6 +175,12 @@ def test_a_fault_of_the_programme_keeps_its_traceback(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("gateway.server.run_server", fail)
     assert isinstance(runner.invoke(cli.app, ["serve"]).exception, RuntimeError)
+
+
+def test_a_pool_of_no_threads_can_be_asked_for(started: list[AppConfig]) -> None:
+    for given, found in (([], None), (["--pool-workers", "0"], 0)):
+        assert runner.invoke(cli.app, ["serve", *given]).exit_code == 0
+        assert started.pop().scheduler.engine.pool_workers == found
 
 
 def test_options_arrive(started: list[AppConfig], tmp_path: Path) -> None:

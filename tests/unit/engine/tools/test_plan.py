@@ -65,6 +65,10 @@ def test_a_gpu_that_is_not_here_is_planned_with_its_kernels(real: str) -> None:
         r"experts: \d+ of 24576 have a slot, .* lie in host memory, all in 4 bits", small
     )
     assert "ple table" not in small.split("\n\n")[0]
+    # Rows, ids, parts and what is between two products, for 20 rows of ten experts each; where each of 24,576 lies.
+    row, pair = 2560 * 2 + 20 * (2 * 128 + 8), 4 + 2560 * 4 + 5 * (2 * 128 + 16 + 128 * 4)
+    assert bytes_of("experts' pool", small) == 20 * row + 200 * pair + 24_576 * 4
+    assert "experts' pool" not in text
 
 
 def test_the_torch_layers_are_planned_with_the_reason(
