@@ -361,9 +361,7 @@ class CudaStep:
             assert layer.qsa is not None
             self._attention(mixed, layer.qsa, streams, inject)
         mixed, inject = self.read(streams, layer.moe_residual)
-        moe_into_streams(
-            mixed, layer.moe, b.moe, streams, inject, spec.moe, self.pool, rests=rests
-        )
+        moe_into_streams(mixed, layer.moe, b.moe, streams, inject, spec.moe, self.pool, rests=rests)
 
     def _gdn(
         self, mixed: Tensor, weights: GdnWeights, index: int, streams: Tensor, inject: Tensor

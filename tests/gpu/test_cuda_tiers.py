@@ -221,6 +221,7 @@ class Layer:
         return torch.tensor(rows, dtype=torch.int32, device=DEVICE)
 
     def window(self, num_rows: int) -> Tensor:
+        from engine.cuda.digits import split_rows
         from engine.cuda.moe import MoeScratch, multiply_window
 
         scratch = MoeScratch.make(self.spec.moe, self.spec.hidden, num_rows, DEVICE)
@@ -229,6 +230,7 @@ class Layer:
         x = self.random(num_rows, self.spec.hidden)
         # A column's size differs from another's as much as an activation's.
         x *= torch.logspace(-4, 1, self.spec.hidden, device=DEVICE)
+        split_rows(x, scratch.x)
         multiply_window(x, self.weights, scratch, self.spec.moe, self.pool, rests=True)
         return scratch.parts
 

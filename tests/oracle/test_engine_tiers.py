@@ -105,6 +105,24 @@ def test_no_cache_size_changes_a_bit(
     assert same(outcome(untiered), nothing_cached)
 
 
+def test_no_cache_size_changes_a_token_while_the_first_that_come_take_the_slots(
+    checkpoint: Path, engines: list[TorchEngine], untiered_tokens: list[int]
+) -> None:
+    tiered = load_engine(config(checkpoint, expert_cache=0))
+    engines.append(tiered)
+    store = tiered.experts
+    assert store is not None
+    for num_slots in range(NUM_PAIRS + 1):
+        slots = slots_per_layer(num_slots, (5,) * 4)
+        store.open(slots)
+        for layer in store.layers:
+            layer.admit_first_come()
+        assert generate_alone(tiered, JOB) == untiered_tokens, num_slots
+        assert store.hits_ready()
+        # Twelve tokens ask for every expert: no slot is left, and nothing that has one has lost it.
+        assert [layer.num_free for layer in store.layers] == [0] * 4
+
+
 @pytest.mark.parametrize("with_profile", [True, False], ids=["profile", "first come"])
 @pytest.mark.parametrize("num_slots", [0, 7, NUM_PAIRS])
 def test_a_start_with_tiers_gives_the_same_tokens(
