@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.cuda.language import tl, triton
-from engine.cuda.primitives import INTERPRETED, LAUNCH, wait
+from engine.cuda.primitives import INTERPRETED
 from engine.cuda.quant import GROUP
 
 _ON_CPU = tl.constexpr(INTERPRETED)
@@ -92,37 +92,6 @@ def split_groups(x, digits, units, row, g, K: tl.constexpr, GROUPS: tl.constexpr
     tl.store(to, high, mask=inside)
     tl.store(to + GROUPS * _GROUP, low, mask=inside)
     tl.store(units + row * GROUPS + g, unit, mask=g < GROUPS)
-
-
-@triton.jit
-def _split_rows(
-    x,
-    digits,
-    units,
-    K: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BG: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """Grid (rows, tiles of BG groups)."""
-    wait(OVERLAP)
-    g = tl.program_id(1) * BG + tl.arange(0, BG)
-    split_groups(x, digits, units, tl.program_id(0).to(tl.int64), g, K, GROUPS)
-
-
-def split_rows(x: Tensor, to: Digits) -> None:
-    """Digits of x bf16 [R, K], one unit a group."""
-    groups = to.units.shape[1]
-    _split_rows[(x.shape[0], triton.cdiv(groups, 4))](
-        x,
-        to.digits,
-        to.units,
-        K=x.shape[1],
-        GROUPS=groups,
-        BG=4,
-        OVERLAP=LAUNCH.overlap,
-        **LAUNCH.options(4, 1),
-    )
 
 
 @triton.jit

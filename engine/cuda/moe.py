@@ -27,7 +27,6 @@ from engine.cuda.digits import (
     place_of,
     silu_plain,
     split_groups,
-    split_rows,
     to_digits,
 )
 from engine.cuda.language import tl, triton
@@ -617,14 +616,6 @@ def multiply_window(
     pool.begin(x, scratch.ids, far, rests=rests)
     multiply_split(x.shape[0], weights, scratch, spec, ExpertTiling(), skip_far=True)
     pool.finish(x.shape[0], scratch.ids, scratch.parts, far)
-
-
-def multiply_experts(
-    x: Tensor, weights: MoeWeights, scratch: MoeScratch, spec: MoeSpec, cut: ExpertTiling
-) -> None:
-    """scratch.parts of the rows x from scratch.ids."""
-    split_rows(x, scratch.x)
-    multiply_split(x.shape[0], weights, scratch, spec, cut)
 
 
 def multiply_split(

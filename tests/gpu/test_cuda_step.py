@@ -22,6 +22,7 @@ from engine.reference.model import ReferenceModel
 from engine.reference.mtp import draft_chain, greedy_pick
 from engine.sampling import Picker, PickRow, TokenHistory
 from engine.state import KeptRows
+from tests.digits import split_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -479,13 +480,14 @@ class Experts:
 
     def parts(self, of: slice, **cut: int) -> Tensor:
         """fp32 [rows, k, H] of these rows, in fresh buffers."""
-        from engine.cuda.moe import ExpertTiling, multiply_experts
+        from engine.cuda.moe import ExpertTiling, multiply_split
 
         x, ids = self.x[of], self.ids[of]
         scratch = self._make(len(x))
         poison(scratch)
         scratch.ids.copy_(ids)
-        multiply_experts(x, self.weights, scratch, self.spec, ExpertTiling(**cut))
+        split_rows(x, scratch.x)
+        multiply_split(len(x), self.weights, scratch, self.spec, ExpertTiling(**cut))
         return scratch.parts
 
     def wanted(self) -> Tensor:
@@ -546,7 +548,7 @@ def test_rows_of_any_size_are_multiplied() -> None:
 @needs_cuda
 @torch.inference_mode()
 def test_all_rows_may_choose_one_expert() -> None:
-    from engine.cuda.moe import ExpertTiling, MoeScratch, MoeWeights, multiply_experts
+    from engine.cuda.moe import ExpertTiling, MoeScratch, MoeWeights, multiply_split
     from engine.cuda.random_model import real_spec
 
     spec = real_spec(**{**SMALL, "num_experts_per_tok": 1}).moe
@@ -560,7 +562,8 @@ def test_all_rows_may_choose_one_expert() -> None:
     poison(scratch)
     scratch.ids.fill_(5)
     x = torch.randn(20, hidden, device=DEVICE, dtype=torch.bfloat16)
-    multiply_experts(x, weights, scratch, spec, ExpertTiling())
+    split_rows(x, scratch.x)
+    multiply_split(20, weights, scratch, spec, ExpertTiling())
     middle = x.to(torch.float32) @ unpack4(weights.gate_up, 2 * width, hidden)[5].t()
     middle = torch.nn.functional.silu(middle[:, 0::2]) * middle[:, 1::2]
     wanted = middle @ unpack4(weights.down, hidden, width)[5].t()

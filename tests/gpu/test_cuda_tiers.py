@@ -25,6 +25,7 @@ from engine.expert_profile import profile_of_counts
 from engine.native.abi import why_unavailable
 from engine.startup_budget import slots_per_layer
 from engine.startup_plan import ExpertSplit
+from tests.digits import split_rows
 
 if TYPE_CHECKING:
     from engine.cuda.backend import CudaBackend
@@ -221,7 +222,6 @@ class Layer:
         return torch.tensor(rows, dtype=torch.int32, device=DEVICE)
 
     def window(self, num_rows: int) -> Tensor:
-        from engine.cuda.digits import split_rows
         from engine.cuda.moe import MoeScratch, multiply_window
 
         scratch = MoeScratch.make(self.spec.moe, self.spec.hidden, num_rows, DEVICE)

@@ -16,6 +16,7 @@ from engine.cuda.quant import GROUP, pack4, unpack4
 from engine.cuda.random_model import real_spec
 from engine.cuda.tiers import ExpertPlaces
 from engine.native.abi import why_unavailable
+from tests.digits import whole_numbers
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -37,17 +38,6 @@ _fmaf = np.frompyfunc(_libm.fmaf, 3, 1)
 
 def fma(a: Any, b: Any, c: Any) -> NDArray[np.float32]:
     return np.asarray(_fmaf(a, b, c), dtype=np.float32)
-
-
-def digits(x: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Rows of one run [R, n] as whole numbers, and each row's unit over 16."""
-    bits = x.view(np.int32)
-    exponent = np.maximum((bits & 0x7FFFFFFF).max(1) >> 23, 18)
-    unit = ((exponent - 17) << 23).astype(np.int32).view(np.float32)
-    unit = np.where(exponent == 255, np.float32("nan"), unit)
-    factor = ((267 - exponent) << 23).astype(np.int32).view(np.float32)
-    shifted = x * factor[:, None] + np.float32(12582912.0)
-    return (shifted.view(np.int32) - 0x4B400000).astype(np.int64), unit
 
 
 def levels_of(packed: Packed4, expert: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
@@ -72,7 +62,7 @@ def multiply(
         columns = np.arange(group * GROUP, (group + 1) * GROUP)
         if runs == 2:
             columns = columns[np.arange(GROUP) // (GROUP // 4) % 2 == run % 2]
-        whole, unit = digits(np.ascontiguousarray(padded[:, columns]))
+        whole, unit = whole_numbers(np.ascontiguousarray(padded[:, columns]))
         sums = (whole @ levels[:, columns].T * 16).astype(np.float32)
         total = fma(sums, scales[None, :, group] * unit[:, None], total)
     return total
