@@ -366,9 +366,15 @@ def load_cuda_step(
         num_token_ids=num_token_ids,
         graphs=device.type == "cuda",
         pool_workers=workers,
+        first_come=plan.experts.is_first_come,
     )
     if plan.experts.num_in_host:
         _log.info("%s", _far_line(plan.experts.num_in_host, backend.step.pool))
+    if (first_come := backend.step.first_come) is not None:
+        _log.info(
+            "no profile: %d slots go to the experts that come first",
+            first_come.claims.num_unclaimed,
+        )
     backend.prepare()
     marks.reach(Step.HITS)
     return Loaded(

@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from engine.errors import PlanRefused
+from engine.interface import MAX_SLOTS, MAX_SPEC
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -117,6 +118,7 @@ TIER_TWO = "experts, tier two"
 EXPERTS_4_BITS = "experts, 4 bits"
 HIT_PATH = "experts' addresses and staging"
 POOL = "experts' pool"
+ROUTES = "experts' routes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +131,8 @@ class ExpertPlan:
 
     num_slots: int
     num_in_host: int
+    is_first_come: bool = False
+    """Experts in 4 bits trade places until each slot has one that came."""
 
 
 def make_plan(
@@ -221,6 +225,12 @@ def with_tiers(
     path = num_pairs(spec) * _PLACE_BYTES + experts.num_in_host * 4
     if experts.num_in_host:
         path += num_staged(spec, blob) * blob
+    routes = spec.num_layers * MAX_SLOTS * (MAX_SPEC + 1) * spec.moe.num_active * 4
+    firsts: tuple[PlanLine, ...] = ()
+    if experts.is_first_come:
+        # One expert and two addresses on their way, and what a window chose: on the device, and once more on the host.
+        path += blob + 2 * 8 + routes
+        firsts = (PlanLine(name=ROUTES, num_bytes=routes, step=Step.HITS, place=Place.HOST),)
     return (
         *(line for line in lines if line.name != EXPERTS_4_BITS),
         PlanLine(name=TIER_ONE, num_bytes=experts.num_slots * blob, step=Step.CACHE),
@@ -231,6 +241,7 @@ def with_tiers(
             place=Place.HOST,
         ),
         PlanLine(name=HIT_PATH, num_bytes=path, step=Step.HITS),
+        *firsts,
     )
 
 

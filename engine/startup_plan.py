@@ -94,13 +94,19 @@ class ExpertSplit:
     num_pairs: int
     is_tiered: bool
     """False: every expert has a slot."""
+    is_first_come: bool = False
+    """Whether 4-bit experts in slots make room for those that come first."""
 
     @property
     def plan(self) -> ExpertPlan | None:
         """What the memory plan needs of it."""
         if not self.is_tiered:
             return None
-        return ExpertPlan(num_slots=sum(self.slots), num_in_host=self.num_in_host)
+        return ExpertPlan(
+            num_slots=sum(self.slots),
+            num_in_host=self.num_in_host,
+            is_first_come=self.is_first_come,
+        )
 
     def near(self, layer: int) -> frozenset[int]:
         """Experts of a layer that are put in a slot at the start."""
@@ -207,7 +213,9 @@ def _without_experts(plan: StartPlan) -> StartPlan:
     """A plan in which what comes before the expert cache has none of the experts that it may hold."""
     if plan.step_lines is None:
         return plan
-    plan = replace(plan, experts=_split(plan, 0))
+    # What trades take comes later, and must be left for.
+    empty = replace(_split(plan, 0), is_first_come=plan.profile is None)
+    plan = replace(plan, experts=empty)
     return replace(plan, memory=_memory(plan))
 
 
@@ -320,9 +328,9 @@ def _with_cache(plan: StartPlan, cache: CacheSize) -> StartPlan:
 
 
 def _split(plan: StartPlan, num_slots: int) -> ExpertSplit:
-    """With a profile every slot is filled once, at the start; without one the first that come take them.
+    """With a profile every slot is filled once, at the start; without one the first that are asked for take them.
 
-    Those are the first that are asked for in the torch layers, and the first that are read in a compiled step.
+    In the torch layers slots are empty until then, in a compiled step they hold the first experts by number.
     """
     spec, profile = plan.spec, plan.profile
     each = spec.moe.num_experts
@@ -337,6 +345,9 @@ def _split(plan: StartPlan, num_slots: int) -> ExpertSplit:
         slots=slots,
         in_slots=frozenset(chosen),
         is_tiered=True,
+        is_first_come=profile is None
+        and plan.step_lines is not None
+        and 0 < sum(slots) < num_pairs(spec),
         num_pairs=num_pairs(spec),
     )
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from engine.cuda.first_come import FirstCome
 from engine.cuda.language import triton
 from engine.cuda.layout import MAX_ROWS
 from engine.cuda.pick_rows import can_pick
@@ -21,7 +22,7 @@ from engine.cuda.sizes import BUFFERS, NamesOnly, table_bytes, tensor_bytes, wei
 from engine.cuda.step import CudaStep
 from engine.cuda.weights import CudaLoader
 from engine.errors import ConfigMismatch
-from engine.memory_plan import EXPERTS_4_BITS, HIT_PATH, POOL, TABLE, Place, PlanLine, Step
+from engine.memory_plan import EXPERTS_4_BITS, HIT_PATH, POOL, ROUTES, TABLE, Place, PlanLine, Step
 from engine.state import SlotState
 
 if TYPE_CHECKING:
@@ -161,6 +162,9 @@ class CudaBackend:
         parts = {**weight_parts(model), BUFFERS: self.step.num_bytes, HIT_PATH: path}
         if self.step.pool is not None:
             parts[POOL] = tensor_bytes(self.step.pool.buffers)
+        if (first_come := self.step.first_come) is not None:
+            parts[HIT_PATH] += tensor_bytes(first_come.tensors)
+            parts[ROUTES] = tensor_bytes(first_come.seen)
         return parts
 
 
@@ -218,10 +222,12 @@ def build_cuda_step(
     num_token_ids: int,
     graphs: bool = True,
     pool_workers: int = 0,
+    first_come: bool = False,
 ) -> CudaBackend:
     """Trunk, draft layer and graphs over `state`; num_token_ids: see CudaStep.
 
-    pool_workers: threads that compute far experts, if there are any; 0 lets kernels read them over the bus.
+    pool_workers: threads that compute far experts, if there are any; 0 lets kernels read them over the bus. first_come:
+    slots go to the experts that come first, in a model with tiers; otherwise none moves.
     Raises ConfigMismatch unless the state is bf16, K/V are that or int8, and both are on a CUDA device.
     """
     for name, found, able in (
@@ -237,7 +243,11 @@ def build_cuda_step(
     pool = None
     if pool_workers and any(x is not None and x.count for x in far):
         pool = FarPool(model.spec, far, MAX_ROWS, state.device, pool_workers)
-    step = CudaStep(model, state, num_token_ids, graphs=graphs, pool=pool)
+    firsts = None
+    if first_come:
+        experts = [layer.moe for layer in model.layers]
+        firsts = FirstCome(model.spec, experts, state.device, pool)
+    step = CudaStep(model, state, num_token_ids, graphs=graphs, pool=pool, first_come=firsts)
     prefill = Prefill(model, state)
     draft = CudaDraft(step, prefill) if model.draft is not None else None
     return CudaBackend(trunk=CudaTrunk(step, prefill), draft=draft, step=step, prefill=prefill)

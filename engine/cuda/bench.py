@@ -356,6 +356,8 @@ def tiers(bench: Bench) -> list[dict[str, Any]]:
         one = bench
         if share is not None:
             one = make(layers, 33_000, 4, int(share * pairs), workers)
+            if one.step.first_come is not None:
+                one.step.first_come.end()  # what is measured stays where it is
         far_bytes = sum(_far_of(layer.moe) for layer in one.model.layers)
         for counts in ((1,), (5, 5, 5, 5)):
             rows, slots = sum(counts), list(range(len(counts)))

@@ -40,8 +40,8 @@ _COPIED = 1024
 class PoolBuffers:
     """All that the pool reads and writes beside weights, for windows of up to `max_rows` rows.
 
-    Pinned: x bf16 [R, H]; ids int32 [R, k]; parts fp32 [R, k, H]. The pool's own: order int32 [layers, E], as in
-    FarExperts; of rows and of pairs (row, rank) digits int8, units fp32 and excess int32; middle fp32.
+    Pinned: x bf16 [R, H]; ids int32 [R, k]; parts fp32 [R, k, H]; order int32 [layers, E], as in FarExperts. The pool's
+    own: of rows and of pairs (row, rank) digits int8, units fp32 and excess int32; middle fp32.
     """
 
     x: Tensor
@@ -73,7 +73,7 @@ class PoolBuffers:
             x=empty(max_rows, spec.hidden, dtype=bf16, pin=pin),
             ids=empty(max_rows, moe.num_active, dtype=int32, pin=pin),
             parts=empty(max_rows, moe.num_active, spec.hidden, dtype=fp32, pin=pin),
-            order=empty(spec.num_layers, moe.num_experts, dtype=int32),
+            order=empty(spec.num_layers, moe.num_experts, dtype=int32, pin=pin),
             x_digits=empty(max_rows, 2, up_groups * GROUP, dtype=int8),
             x_units=empty(max_rows, up_groups, dtype=fp32),
             x_excess=empty(max_rows, up_groups, dtype=int32),
@@ -121,6 +121,10 @@ class FarPool:
     def num_workers(self) -> int:
         """Threads that were started, the caller's included."""
         return self._library.far_threads(self._handle)
+
+    def follow(self, far: FarExperts) -> None:
+        """Take over the order of a layer whose experts traded places, by the current stream and between windows."""
+        self.buffers.order[self._numbers[id(far)]].copy_(far.order, non_blocking=True)
 
     def begin(self, x: Tensor, ids: Tensor, far: FarExperts, *, rests: bool) -> None:
         """Start on the far experts of rows x bf16 [R, H]; ids int32 [rows, k].

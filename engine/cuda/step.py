@@ -29,6 +29,7 @@ from engine.sampling import Picks
 from engine.state import WINDOW_ROWS, KeptRows
 
 if TYPE_CHECKING:
+    from engine.cuda.first_come import FirstCome
     from engine.cuda.gdn import GdnWeights
     from engine.cuda.pool import FarPool
     from engine.cuda.qsa import QsaWeights
@@ -139,10 +140,15 @@ class CudaStep:
         *,
         graphs: bool = True,
         pool: FarPool | None = None,
+        first_come: FirstCome | None = None,
     ) -> None:
-        """num_token_ids: ids from here on have no text and are never picked; pool: see moe_into_streams."""
+        """num_token_ids: ids from here on have no text and are never picked; pool: see moe_into_streams.
+
+        first_come: moves experts between windows.
+        """
         self.model = model
         self.pool = pool
+        self.first_come = first_come
         self.state = state
         self._context = model.spec.ple.ngram_size if model.spec.ple else 1
         self._tables = model.tables
@@ -167,7 +173,7 @@ class CudaStep:
         return tensor_bytes((*own, self.buffers, self._draft))
 
     def prepare(self) -> None:
-        """Compile and capture everything that runs between two prompts.
+        """Compile and capture everything that runs between two prompts. No expert comes by it.
 
         Spoils all slots: call it before any is seated.
         """
@@ -180,7 +186,7 @@ class CudaStep:
             counts = [WINDOW_ROWS] * whole + [rest] * (rest > 0)
             slots, starts = range(len(counts)), [0] * len(counts)
             ids = torch.zeros(num_rows, self._context, dtype=torch.int64)
-            self.window(ids, slots, counts, starts)
+            self._run_window(ids, slots, counts, starts)
             if self.model.spec.is_last:
                 self._graphs.run(("picks", num_rows), lambda n=num_rows: self._pick_window(n))
             if self._draft is not None:
@@ -214,6 +220,21 @@ class CudaStep:
         streams: those of the stage before this one, if there is one; else the ids are embedded.
         Returns the streams after the last layer, bf16 [R, S*H]: valid until the next window. `logits` has the logits.
         """
+        if self.first_come is None:
+            return self._run_window(ids, slots, counts, starts, streams)
+        self.first_come.admit()
+        found = self._run_window(ids, slots, counts, starts, streams)
+        self.first_come.watch(ids.shape[0])
+        return found
+
+    def _run_window(
+        self,
+        ids: Tensor,
+        slots: Sequence[int],
+        counts: Sequence[int],
+        starts: Sequence[int],
+        streams: Tensor | None = None,
+    ) -> Tensor:
         num_rows = ids.shape[0]
         ids = ids[:, -self._context :]
         fetched = [(table.index, table.fetch(ids)) for table in self._tables]
@@ -361,7 +382,12 @@ class CudaStep:
             assert layer.qsa is not None
             self._attention(mixed, layer.qsa, streams, inject)
         mixed, inject = self.read(streams, layer.moe_residual)
-        moe_into_streams(mixed, layer.moe, b.moe, streams, inject, spec.moe, self.pool, rests=rests)
+        scratch = b.moe
+        if self.first_come is not None and layer.moe.far is not None:
+            scratch = self.first_come.scratch(scratch, layer.moe.far)
+        moe_into_streams(
+            mixed, layer.moe, scratch, streams, inject, spec.moe, self.pool, rests=rests
+        )
 
     def _gdn(
         self, mixed: Tensor, weights: GdnWeights, index: int, streams: Tensor, inject: Tensor

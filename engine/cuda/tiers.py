@@ -1,7 +1,7 @@
 """Where each 4-bit expert of a layer lies: in a slot on the device, or in host memory that kernels read over the bus.
 
 Kernels find an expert by its address, so a window's graph is the same wherever experts lie, and the product is the same
-kernel over the same bits. Plain torch; filled once, at the start.
+kernel over the same bits. Plain torch; filled at the start. Later two experts may trade places, and nothing else moves.
 """
 
 from __future__ import annotations
@@ -72,6 +72,26 @@ class StagedExperts:
         return StagedExperts(*empty_experts(spec, count, device))
 
 
+@dataclass(frozen=True, slots=True)
+class TradeRoom:
+    """Device memory for one expert, and addresses int64 [2] of one, on their way between two places."""
+
+    gate_up: Packed4
+    down: Packed4
+    addresses: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one expert."""
+        return self.gate_up.num_bytes + self.down.num_bytes
+
+    @staticmethod
+    def make(spec: ModelSpec, device: torch.device) -> TradeRoom:
+        """For experts of one model."""
+        addresses = torch.empty(2, dtype=torch.int64, device=device)
+        return TradeRoom(*empty_experts(spec, 1, device), addresses)
+
+
 class ExpertPlaces:
     """One layer's experts while they are read: every one goes to a slot or to host memory."""
 
@@ -137,6 +157,37 @@ class ExpertPlaces:
             # Unified addressing: where pinned memory lies for the host, it lies for the device.
             rows.append([_address(home.words, place), _address(home.scales, place)])
         return torch.tensor(rows, dtype=torch.int64, device=self._device)
+
+
+def trade_places(
+    slots: tuple[Packed4, Packed4],
+    far: FarExperts,
+    comes: tuple[int, int],
+    leaves: tuple[int, int],
+    room: TradeRoom,
+) -> None:
+    """Bits and tables of two experts, on the current stream and without waiting; nothing may run beside it.
+
+    slots: gate_up and down; comes: the expert from host memory and its slot from now on; leaves: the one in that slot,
+    and its place in host memory from now on.
+    """
+    (new, slot), (old, place) = comes, leaves
+    parts = (*slots, far.gate_up, far.down, room.gate_up, room.down)
+    for name in ("words", "scales"):
+        up, down, far_up, far_down, spare_up, spare_down = (getattr(part, name) for part in parts)
+        _swap(up[slot], far_up[place], spare_up[0])
+        _swap(down[slot], far_down[place], spare_down[0])
+    for table in (far.up_at, far.down_at):
+        _swap(table[new], table[old], room.addresses)
+    far.order[new].fill_(-1)
+    far.order[old].fill_(place)
+    far.ids[place].fill_(old)
+
+
+def _swap(one: Tensor, other: Tensor, spare: Tensor) -> None:
+    spare.copy_(one, non_blocking=True)
+    one.copy_(other, non_blocking=True)
+    other.copy_(spare, non_blocking=True)
 
 
 def empty_experts(spec: ModelSpec, count: int, device: torch.device) -> tuple[Packed4, Packed4]:

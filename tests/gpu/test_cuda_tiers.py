@@ -1,5 +1,5 @@
-"""Where a 4-bit expert lies, and who computes it, changes no bit: every number of slots against all on the device, read
-over the bus by the kernels or computed in host memory by a pool.
+"""Where a 4-bit expert lies, now or once it was moved, and who computes it, changes no bit: every number of slots
+against all on the device, read over the bus by the kernels or computed in host memory by a pool.
 
 With TRITON_INTERPRET=1 the tests of one layer run on a CPU.
 """
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from engine.cuda.quant import pack4
-from engine.cuda.tiers import ExpertPlaces, StagedExperts, empty_experts
+from engine.cuda.tiers import ExpertPlaces, StagedExperts, empty_experts, hits_ready
 from engine.expert_profile import profile_of_counts
 from engine.native.abi import why_unavailable
 from engine.startup_budget import slots_per_layer
@@ -95,7 +95,17 @@ class Case:
             starts = [start if slot == 0 else 0 for slot in slots]
             self.backend.step.window(ids[start : start + rows], slots, counts, starts)
             found.append(self.backend.step.logits(rows).clone())
+            if DEVICE.type == "cuda":
+                # What it chose is known before the next window, as where its picks are waited for.
+                torch.cuda.synchronize()
         return found
+
+    def near(self) -> list[set[int]]:
+        """Experts in slots of each layer that has tiers, whose tables must be whole."""
+        layers = [layer.moe for layer in self.backend.step.model.layers]
+        assert hits_ready((x.gate_up, x.down, x.far) for x in layers)
+        orders = [x.far.order.tolist() for x in layers if x.far is not None]
+        return [{e for e, place in enumerate(order) if place < 0} for order in orders]
 
 
 def split_of(spec: ModelSpec, num_slots: int, *, hot_last: bool) -> ExpertSplit:
@@ -104,14 +114,17 @@ def split_of(spec: ModelSpec, num_slots: int, *, hot_last: bool) -> ExpertSplit:
     ranking = profile_of_counts(counts if hot_last else [[0] * spec.moe.num_experts] * 4)
     slots = slots_per_layer(num_slots, ranking.ranked_per_layer())
     return ExpertSplit(
-        slots=slots, in_slots=frozenset(ranking.chosen(slots)), num_pairs=PAIRS, is_tiered=True
+        slots=slots,
+        in_slots=frozenset(ranking.chosen(slots)),
+        num_pairs=PAIRS,
+        is_tiered=True,
+        is_first_come=not hot_last and 0 < num_slots < PAIRS,
     )
 
 
 def load(split: ExpertSplit | None, workers: int = 0) -> Case:
     from engine.cuda.backend import build_cuda_step
     from engine.cuda.random_model import RandomTensors, real_spec
-    from engine.cuda.tiers import hits_ready
     from engine.cuda.weights import CudaLoader
     from engine.state import SlotState
 
@@ -120,7 +133,6 @@ def load(split: ExpertSplit | None, workers: int = 0) -> Case:
     model = loader.load(with_draft=False)
     loader.open_experts(split)
     model = loader.load_experts(model)
-    assert hits_ready((x.moe.gate_up, x.moe.down, x.moe.far) for x in model.layers)
     state = SlotState(
         spec,
         num_slots=NUM_SLOTS,
@@ -131,9 +143,16 @@ def load(split: ExpertSplit | None, workers: int = 0) -> Case:
     )
     graphs = DEVICE.type == "cuda"
     backend = build_cuda_step(
-        model, state, num_token_ids=spec.vocab_size, graphs=graphs, pool_workers=workers
+        model,
+        state,
+        num_token_ids=spec.vocab_size,
+        graphs=graphs,
+        pool_workers=workers,
+        first_come=split is not None and split.is_first_come,
     )
-    return Case(spec, backend)
+    case = Case(spec, backend)
+    case.near()
+    return case
 
 
 @pytest.fixture(scope="module")
@@ -149,21 +168,29 @@ def expected() -> list[Tensor]:
 def test_no_number_of_slots_changes_a_bit(
     hot_last: bool, workers: int, expected: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A long piece has room for two experts from host memory at once, so it fetches some after others."""
+    """A long piece has room for two experts from host memory at once, so it fetches some after others.
+
+    Without a profile one expert moves between two windows.
+    """
+    monkeypatch.setattr("engine.cuda.first_come.TRADED_BYTES", 1)
     spec = load(None).spec
     monkeypatch.setattr("engine.memory_plan.STAGED_BYTES", 2 * blob_bytes(spec))
+    moved = 0
     for num_slots in range(PAIRS + 1):
         case = load(split_of(spec, num_slots, hot_last=hot_last), workers)
         assert (case.backend.step.pool is None) == (not workers or num_slots == PAIRS)
-        found = [
-            case.outcome(),
-            case.outcome(),
-        ]  # as a window is run first, and as its graph is replayed
+        near, first_come = case.near(), case.backend.step.first_come
+        # As a window is run first, and as its graph is replayed.
+        found = [case.outcome(), case.outcome()]
+        assert (first_come is not None) == (not hot_last and 0 < num_slots < PAIRS)
+        assert first_come is None or first_come.claims.num_unclaimed < num_slots
+        moved += case.near() != near
         staged = case.backend.prefill.staged
         assert (staged.count if staged else 0) == (2 if num_slots < PAIRS else 0)
         for one, other in zip(itertools.chain(*found), expected * 2, strict=True):
             assert torch.isfinite(one).all()
             assert torch.equal(one, other), num_slots
+    assert (moved > 0) == (not hot_last)
 
 
 def blob_bytes(spec: ModelSpec) -> int:
@@ -297,6 +324,41 @@ def test_a_layer_gives_the_same_bits_wherever_its_experts_lie(
         wanted = Layer(None).piece(num_rows)
         assert torch.isfinite(wanted).all()
         assert torch.equal(Layer(near).piece(num_rows), wanted)
+
+
+# Runs on a CPU too, as the one before.
+@pytest.mark.skipif(DEVICE.type == "cuda" and not torch.cuda.is_available(), reason="no device")
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("near", [{4}, {3, 4}, {0, 1, 2, 4}], ids=str)
+def test_experts_that_trade_places_between_windows_change_no_bit(
+    near: set[int], workers: int, rounds_once: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One expert moves at a time; nobody asks for expert 4, so it is not left where it began."""
+    pytest.importorskip("triton")
+    from engine.cuda.first_come import FirstCome
+    from engine.cuda.moe import MoeScratch
+
+    monkeypatch.setattr("engine.cuda.first_come.TRADED_BYTES", 1)
+    plain, tiered = Layer(None), Layer(near, workers)
+    moe, far = tiered.spec.moe, tiered.weights.far
+    assert far is not None
+    first_come = FirstCome(tiered.spec, [tiered.weights], DEVICE, tiered.pool)
+    scratch = first_come.scratch(MoeScratch.make(moe, tiered.spec.hidden, 20, DEVICE), far)
+    for num_rows in (1, 5, 20, 5):
+        assert torch.equal(tiered.window(num_rows), plain.window(num_rows))
+        scratch.ids[:num_rows].copy_(tiered.ids(num_rows))
+        first_come.watch(num_rows)
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+        order = far.order.clone()
+        first_come.admit()
+        # Of two that change, one comes and one leaves.
+        assert int((far.order != order).sum()) in (0, 2)
+        assert hits_ready([(tiered.weights.gate_up, tiered.weights.down, far)])
+    assert first_come.claims.is_settled
+    assert int(far.order[4]) >= 0
+    for num_rows in (1, 20):
+        assert torch.equal(tiered.window(num_rows), plain.window(num_rows))
 
 
 @gpu

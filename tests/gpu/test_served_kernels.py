@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.cuda.backend import CudaTrunk
+from engine.cuda.tiers import hits_ready
 from engine.engine import TorchEngine
 from engine.errors import ConfigMismatch, PlanRefused
 from engine.expert_profile import profile_of_counts, write_profile
@@ -26,6 +29,9 @@ from engine.interface import (
 from engine.loading import load_engine
 from engine.tools.profile import count_routes
 from tests.gpu.conversing import parking_changes_no_text
+
+if TYPE_CHECKING:
+    from engine.cuda.step import CudaStep
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -251,7 +257,10 @@ def test_tiers_change_no_token_and_no_hidden_cost(
         pool_workers=workers,
     )
     engine = load_engine(tiered, rehearse=True)
+    before = near(engine)
     assert texts(engine) == untiered
+    moves = not ranked and 0 < share < 1
+    assert (step_of(engine).first_come is not None) == moves == (near(engine) != before)
     items = {i.name: i for i in engine.info.memory_plan if i.actual_bytes is not None}
     assert {n: i.planned_bytes for n, i in items.items()} == {
         n: i.actual_bytes for n, i in items.items()
@@ -260,6 +269,7 @@ def test_tiers_change_no_token_and_no_hidden_cost(
     assert one * (NUM_LAYERS * NUM_EXPERTS - num_slots) == two * num_slots
     assert "experts, 4 bits" not in items
     assert ("experts' pool" in items) == (workers > 0 and share < 1)
+    assert ("experts' routes" in items) == moves
     steps = tuple(DecodeStep(slot=s, max_draft=4, spec_min_p=0.0) for s in (0, 1))
 
     def window() -> None:
@@ -268,6 +278,49 @@ def test_tiers_change_no_token_and_no_hidden_cost(
     window()
     assert count_allocations(window).device_calls == 0
     assert count_waits(window) == 2
+
+
+def step_of(engine: TorchEngine) -> CudaStep:
+    trunk = engine.steps
+    assert isinstance(trunk, CudaTrunk)
+    return trunk.step
+
+
+def near(engine: TorchEngine) -> list[set[int]]:
+    """Experts in slots of each layer, whose tables must be whole."""
+    layers = [layer.moe for layer in step_of(engine).model.layers]
+    assert hits_ready((x.gate_up, x.down, x.far) for x in layers)
+    orders = [x.far.order.tolist() for x in layers if x.far is not None]
+    return [{e for e, place in enumerate(order) if place < 0} for order in orders]
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+def test_experts_that_come_first_take_slots_between_windows_and_nobody_waits(
+    workers: int, untiered: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One at a time, so that texts are made before, between and behind trades."""
+    monkeypatch.setattr("engine.cuda.first_come.TRADED_BYTES", 1)
+    num_slots = NUM_LAYERS * NUM_EXPERTS // 2
+    tiered = replace(CONFIG, kernels="compiled", expert_cache=num_slots, pool_workers=workers)
+    engine = load_engine(tiered)
+    first_come, before = step_of(engine).first_come, near(engine)
+    assert first_come is not None
+    assert first_come.claims.num_unclaimed == num_slots
+    read(engine, 0, text(100, 0), SAMPLING["sampled"])
+    steps = (DecodeStep(slot=0, max_draft=4, spec_min_p=0.0),)
+
+    def window() -> None:
+        assert not engine.run_window(WindowPlan(decodes=steps)).failures
+
+    window()
+    window()
+    assert 0 < first_come.claims.num_unclaimed < num_slots
+    assert count_allocations(window).device_calls == 0
+    assert count_waits(window) == 2
+    for _ in range(3):
+        assert texts(engine) == untiered
+    assert near(engine) != before
+    assert [len(experts) for experts in near(engine)] == [NUM_EXPERTS // 2] * NUM_LAYERS
 
 
 def test_a_model_that_does_not_fit_starts_with_what_does(

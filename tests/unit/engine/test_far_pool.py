@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.cuda.pool import FarPool, PoolBuffers
 from engine.cuda.quant import GROUP, pack4, unpack4
 from engine.cuda.random_model import real_spec
-from engine.cuda.tiers import ExpertPlaces
+from engine.cuda.tiers import ExpertPlaces, TradeRoom, trade_places
 from engine.native.abi import why_unavailable
 from tests.digits import whole_numbers
 
@@ -106,7 +106,7 @@ class Layer:
         places.open_host()
         for e in range(NUM_EXPERTS):
             places.put(e, pack4(up[e : e + 1]), pack4(down[e : e + 1]))
-        self.far = places.far()
+        self.slots, self.far = places.slots, places.far()
         self.near = near
         self.x = (torch.randn(64, hidden, generator=generator) * 2).to(torch.bfloat16)
         order = torch.rand(64, NUM_EXPERTS, generator=generator).argsort(1)
@@ -226,6 +226,19 @@ def test_zeros_and_very_different_sizes_down_to_denormals() -> None:
     assert bool((parts[0] == 0.0).all())
     assert same(parts, layer.wanted(slice(0, 5)))
     assert bool((parts[3].abs() < torch.finfo(torch.float32).tiny).any())
+
+
+def test_an_expert_that_traded_places_is_computed_where_it_lies_now() -> None:
+    layer = Layer(300, 200)
+    pool, rows = layer.pool(2), slice(0, 5)
+    layer.parts(rows, pool)
+    place = int(layer.far.order[5])
+    trade_places(layer.slots, layer.far, (5, 0), (2, place), TradeRoom.make(layer.spec, CPU))
+    pool.follow(layer.far)
+    wanted = Layer(300, 200, near=()).parts(rows)
+    wanted[layer.ids[rows] == 5] = float("nan")
+    assert bool((layer.ids[rows] == 2).any()) and bool((layer.ids[rows] == 5).any())
+    assert same(layer.parts(rows, pool), wanted)
 
 
 def test_the_pool_takes_what_it_was_counted_to_take() -> None:

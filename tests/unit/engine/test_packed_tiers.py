@@ -18,6 +18,7 @@ from engine.memory_plan import (
     EXPERTS_4_BITS,
     HIT_PATH,
     MIB,
+    ROUTES,
     TIER_ONE,
     TIER_TWO,
     Place,
@@ -33,6 +34,8 @@ LAYERS, EXPERTS = 4, 5
 PAIRS = LAYERS * EXPERTS
 BEFORE, LATER = 100 * MIB, 50 * MIB
 TABLES = PAIRS * 36
+ROUTED = LAYERS * 20 * 2 * 4
+"""Experts that twenty rows of a window choose."""
 CONFIG = EngineConfig(device="cuda", max_context=64, num_slots=1, vram_reserve_mib=0)
 CPU = torch.device("cpu")
 
@@ -70,22 +73,24 @@ def test_auto_keeps_every_expert_on_the_device_where_all_fit() -> None:
 
 
 def test_auto_takes_what_fits_where_not_all_do() -> None:
-    """100 + 50 MiB beside the experts, and as much as five experts for staging: seven slots are left of 162 MiB."""
-    plan = planned(CONFIG, 163)
+    """100 + 50 MiB beside the experts, five experts for staging, one on its way: seven slots are left of 163 MiB."""
+    plan = planned(CONFIG, 164)
     assert plan.experts.is_tiered
     assert plan.experts.slots == (2, 2, 2, 1)
-    # Those that are read first, as no profile ranks them.
+    # Those that are read first, until others come: no profile ranks them.
+    assert plan.experts.is_first_come
     assert plan.experts.in_slots == {(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)}
     lines = held(plan)
     assert (lines[TIER_ONE], lines[TIER_TWO]) == (7 * BLOB, 13 * BLOB)
-    assert lines[HIT_PATH] == TABLES + 13 * 4 + EXPERTS * BLOB
+    assert lines[HIT_PATH] == TABLES + 13 * 4 + EXPERTS * BLOB + BLOB + 16 + ROUTED
+    assert lines[ROUTES] == ROUTED
     assert EXPERTS_4_BITS not in lines
-    assert plan.memory.total(Place.HOST) == 13 * BLOB
-    assert plan.memory.total(Place.DEVICE) <= 163 * MIB
+    assert plan.memory.total(Place.HOST) == 13 * BLOB + ROUTED
+    assert plan.memory.total(Place.DEVICE) <= 164 * MIB
 
 
 def test_what_is_measured_to_be_free_decides_in_the_end() -> None:
-    plan = planned(CONFIG, 163).resized(60 * MIB)
+    plan = planned(CONFIG, 164).resized(61 * MIB)
     assert sum(plan.experts.slots) == 4
     assert held(plan)[TIER_TWO] == 16 * BLOB
 
@@ -97,6 +102,7 @@ def test_every_number_of_slots_is_planned_in_the_bytes_of_the_packed_form(num_sl
     assert lines[TIER_ONE] == num_slots * BLOB
     assert lines[TIER_TWO] == (PAIRS - num_slots) * BLOB
     assert sum(len(plan.experts.near(layer)) for layer in range(LAYERS)) == num_slots
+    assert plan.experts.is_first_come == (ROUTES in lines) == (0 < num_slots < PAIRS)
 
 
 def test_a_profile_says_who_is_near(tmp_path: Path) -> None:
@@ -104,14 +110,18 @@ def test_a_profile_says_who_is_near(tmp_path: Path) -> None:
     write_profile(file, profile_of_counts([list(range(EXPERTS))] * LAYERS))
     plan = planned(replace(CONFIG, expert_cache=6, expert_profile=str(file)), 1000)
     assert [plan.experts.near(layer) for layer in range(LAYERS)] == [{3, 4}, {3, 4}, {4}, {4}]
+    # They stay, so nothing is taken for others on their way.
+    assert not plan.experts.is_first_come
+    assert ROUTES not in held(plan)
+    assert held(plan)[HIT_PATH] == TABLES + 14 * 4 + EXPERTS * BLOB
 
 
 def test_what_fits_nowhere_is_refused_with_both_numbers() -> None:
     with pytest.raises(PlanRefused, match=r"needs 13 MiB of RAM but 10 MiB are available.*experts"):
-        planned(CONFIG, 163, host_mib=10)
-    with pytest.raises(PlanRefused, match=r"--expert-cache 9: needs 64 MiB .* 60 MiB are free"):
+        planned(CONFIG, 164, host_mib=10)
+    with pytest.raises(PlanRefused, match=r"--expert-cache 9: needs 65 MiB .* 60 MiB are free"):
         planned(replace(CONFIG, expert_cache=9), 160.5)
-    with pytest.raises(PlanRefused, match=r"--expert-cache auto: one slot needs 56 MiB free"):
+    with pytest.raises(PlanRefused, match=r"--expert-cache auto: one slot needs 57 MiB free"):
         planned(CONFIG, 150)
 
 
