@@ -106,6 +106,8 @@ class Graphs:
         self._enabled = enabled
         self._graphs: dict[object, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
+        # torch's own belongs to the device that was captured on first in this process.
+        self._stream = torch.cuda.Stream() if enabled else None
 
     def run(self, key: object, work: Callable[[], object]) -> None:
         """Run `work`, from its graph if there is one. `work` reads and writes fixed tensors only."""
@@ -123,7 +125,9 @@ class Graphs:
     def _capture(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         # Threads that copy parked state may go on meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
             work()
         self._pool = graph.pool()
         return graph
