@@ -1,24 +1,8 @@
 #include "experts4.h"
+#include "processor.h"
 
 #if defined(__x86_64__)
-/* Headers of the compiler come before the pragma, which is for what is written here. */
-#include <cpuid.h>
 #include <immintrin.h>
-
-#define AVX512F (1u << 16)
-#define AVX512BW (1u << 30)
-#define AVX512_VNNI (1u << 11)
-
-static int wide_available(void) {
-    unsigned a, b, c, d, low, high;
-    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & 1u << 27))
-        return 0;
-    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-    /* The system saves the registers of SSE, AVX and AVX-512. */
-    if ((low & 0xe6) != 0xe6 || !__get_cpuid_count(7, 0, &a, &b, &c, &d))
-        return 0;
-    return (b & AVX512F) && (b & AVX512BW) && (c & AVX512_VNNI);
-}
 
 #define WIDE __attribute__((target("avx512f,avx512bw,avx512vnni")))
 #define WIDE_INLINE static inline __attribute__((always_inline)) WIDE
@@ -117,7 +101,10 @@ WIDE static void tile_product_wide(const uint8_t *words, const uint16_t *scales,
         multiply_tile(words, scales, groups, 2, rows, num_rows, y);
 }
 
-TileProduct *widest_tile_product(void) { return wide_available() ? tile_product_wide : tile_product_narrow; }
+TileProduct *widest_tile_product(void) {
+    int is_wide = processor_has(HAS_AVX512F | HAS_AVX512BW, HAS_AVX512_VNNI, 0, SAVES_WIDE);
+    return is_wide ? tile_product_wide : tile_product_narrow;
+}
 
 #else
 

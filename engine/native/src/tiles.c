@@ -3,11 +3,12 @@
 /* Compilers that know the instructions have them in a header of this name: gcc the first, clang the second. */
 #if defined(__x86_64__) && defined(__linux__) && (__has_include(<amxint8intrin.h>) || __has_include(<amxintrin.h>))
 
-#include <cpuid.h>
 #include <immintrin.h>
 #include <string.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+
+#include "processor.h"
 
 #define TILES __attribute__((target("amx-tile,amx-int8,avx512f,avx512bw,avx512vl")))
 #define TILES_INLINE static inline __attribute__((always_inline)) TILES
@@ -16,21 +17,14 @@
 
 #define REQUEST_PERMISSION 0x1023 /* ARCH_REQ_XCOMP_PERM */
 #define TILE_DATA 18
-#define SAVED_STATES 0x600e6u /* of SSE, AVX, AVX-512 and tiles */
 
 #define MOST (127.0f * 65536.0f)  /* digits reach 127 * (65536 + 256 + 1); what lies between is room for rounding */
 #define SMALLEST 0x1p-100f        /* of a row's largest value: its scale and 1 / scale are normal numbers */
 #define NOT_FINITE 0x7f800000u    /* bits of infinity; those of a NaN are larger */
 
 int tiles_available(void) {
-    unsigned a, b, c, d, low, high;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || ~d & (1u << 24 | 1u << 25) || ~b & (1u << 16 | 1u << 30 | 1u << 31))
-        return 0;
-    __get_cpuid(1, &a, &b, &c, &d);
-    if (!(c & 1u << 27)) /* without it the system saves no extended state at all */
-        return 0;
-    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-    return (low & SAVED_STATES) == SAVED_STATES && syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+    return processor_has(HAS_AVX512F | HAS_AVX512BW | HAS_AVX512VL, 0, HAS_AMX_TILE | HAS_AMX_INT8, SAVES_TILES) &&
+           syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
 }
 
 static int8_t *group_of(Digits d, int group) {
