@@ -133,6 +133,9 @@ def cpu(
         Path | None,
         typer.Option(help="The same model for it: `stratagate convert MODEL FILE --q8`."),
     ] = None,
+    llama_drafts: Annotated[
+        bool, typer.Option(help="Also with its drafts, which not every release survives.")
+    ] = True,
     baseline: Annotated[bool, typer.Option(help="Also measure transformers.")] = True,
     out: Annotated[Path | None, typer.Option(help="JSON file for everything measured.")] = None,
 ) -> None:
@@ -153,7 +156,8 @@ def cpu(
         rival = LlamaServer(executable=llama_server, file=llama_model)
         command = rival.command(plan.model, threads)
         servers[LLAMA_OFF] = Server(command=command, ready_path="/health")
-        servers[LLAMA_ON] = Server(command=(*command, *DRAFTS), ready_path="/health")
+        if llama_drafts:
+            servers[LLAMA_ON] = Server(command=(*command, *DRAFTS), ready_path="/health")
     console = Console(stderr=True)
     load_before = os.getloadavg()[0]
     measured: dict[str, list[Round]] = {name: [] for name in servers}
