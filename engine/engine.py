@@ -262,6 +262,8 @@ class TorchEngine:
                     self._trunk.chunk(ids, 0, first, state)
             self._trunk.chunk(ids, 0, first, state)
 
+        # Methods of products are chosen when they are first needed, by products that are never made again.
+        read()
         for step, run in (
             (Step.PROMPT, read),
             (Step.VERIFIER, lambda: self._trunk.logits(self._trunk.window(ids[:1], rows, state))),

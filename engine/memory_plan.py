@@ -385,8 +385,10 @@ def _chunk_bytes(spec: ModelSpec, chunk_tokens: int, max_context: int, e: int) -
         routed = 2 * moe.num_active * spec.hidden
     queries, index = qsa.num_heads * qsa.head_dim, qsa.num_index_heads * qsa.index_dim
     projected = 2 * queries + 2 * qsa.num_kv_heads * qsa.head_dim
+    # The delta rule fills its last chunk up.
+    filled = -(-chunk_tokens // _GDN_CHUNK) * _GDN_CHUNK * delta_rule * fp32
+    recurrence = filled + chunk_tokens * 2 * gdn.conv_channels * e
     per_token = {
-        "gdn": delta_rule * fp32 + 2 * gdn.conv_channels * e if spec.gdn_layers else 0,
         "qsa": (projected + 4 * queries) * e if spec.qsa_layers else 0,
         "moe": (routed + 3 * spec.hidden) * e,
         "residual": wide * (2 * fp32 + e),
@@ -402,6 +404,15 @@ def _chunk_bytes(spec: ModelSpec, chunk_tokens: int, max_context: int, e: int) -
     copies = 1 if qsa.num_kv_heads == 1 else 3
     attention += pairs // max_context * queries * copies * e
     attention += chunk_tokens * (3 * queries + index) * e
+    # Before them, where blocks are chosen: index keys widened for each of the tile's queries, and how they score.
+    blocks = max_context // qsa.block_tokens if max_context > qsa.dense_tokens else 0
+    widened = qsa.index_dim if e < fp32 else 0
+    chosen = pairs // max_context * blocks * (widened + qsa.num_index_heads + 1) * fp32
+    chosen += chunk_tokens * (3 * queries + index) * e
     beside = chunk_tokens * (wide + 2 * spec.hidden) * e
-    widest = max(chunk_tokens * max(per_token.values()), attention if spec.qsa_layers else 0)
+    widest = max(
+        chunk_tokens * max(per_token.values()),
+        recurrence if spec.gdn_layers else 0,
+        max(attention, chosen) if spec.qsa_layers else 0,
+    )
     return beside + widest

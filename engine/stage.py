@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from engine.config import model_path
+from engine.errors import EngineError
 from engine.instruments import count_allocations
 from engine.loading import load_part
 from engine.memory_plan import Step
@@ -184,6 +185,8 @@ class Stage:
         on_their_way = torch.zeros(shape, dtype=self._dtype, device=self._device)
         streams = None if self._spec.is_first else on_their_way[0]
         first = limits.max_context - num_rows
+        # As in the engine: methods are chosen now, for good.
+        self._trunk.chunk(ids, 0, first, self._state, streams)
         taken = count_allocations(lambda: self._trunk.chunk(ids, 0, first, self._state, streams))
         self._loaded.marks.reach(Step.PROMPT, passing_bytes=taken.peak_bytes)
 
@@ -201,7 +204,9 @@ def serve(pipe: StagePipe, source: Source) -> int:
             while (order := pipe.receive()) is not None:
                 stage.obey(order)
     except Exception as error:
-        logging.getLogger("engine.stage").exception("the stage failed")
+        # What the engine itself refuses is told in one line, by the engine.
+        if not isinstance(error, EngineError):
+            logging.getLogger("engine.stage").exception("the stage failed")
         pipe.send(StageFailed(kind=type(error).__name__, message=str(error)))
         return EXIT_FAILED
     return EXIT_OK

@@ -39,6 +39,7 @@ class PendingHeads:
     def __init__(self) -> None:
         self._since_s: dict[HeadWatch, float] = {}
         """The oldest comes first."""
+        self._is_making_room = False
 
     def __len__(self) -> int:
         return len(self._since_s)
@@ -49,9 +50,17 @@ class PendingHeads:
             return
         now_s = time.monotonic()
         self._since_s[watch] = now_s
-        while len(self._since_s) > MAX_PENDING:
-            oldest, since_s = next(iter(self._since_s.items()))
-            if now_s - since_s < GRACE_S:
+        if len(self._since_s) > MAX_PENDING and not self._is_making_room:
+            self._is_making_room = True
+            try:
+                self._make_room(now_s)
+            finally:
+                self._is_making_room = False
+
+    def _make_room(self, now_s: float) -> None:
+        """The oldest give way, each once: one that still has an answer to come waits on, as the newest."""
+        for oldest, since_s in tuple(self._since_s.items()):
+            if len(self._since_s) <= MAX_PENDING or now_s - since_s < GRACE_S:
                 return
             oldest.give_up()
 

@@ -28,6 +28,7 @@ from engine.memory_plan import (
 )
 from engine.native.step import planned_lines, uses_tiles
 from engine.sources.opening import has_weights, open_source, read_spec
+from engine.stages import check_stages, split_layers
 from engine.startup import USUAL_LIBRARY_BYTES, free_host_bytes
 from engine.startup_plan import (
     Machine,
@@ -100,6 +101,13 @@ def plan(
     vram_reserve_mib: Annotated[
         int | None, number_option("--vram-reserve-mib", "Device memory left free.", 0, MAX_MIB)
     ] = None,
+    pool_workers: Annotated[
+        int,
+        number_option("--pool-workers", "Threads for experts in host memory.", 0, 1024, auto=True),
+    ] = AUTO,
+    batch_groups: Annotated[
+        int, number_option("--batch-groups", "GPUs that share the layers.", 1, MAX_SLOTS)
+    ] = 1,
     conversation_cache_mib: Annotated[
         int, number_option("--conversation-cache-mib", "Of parked conversations.", 0, MAX_MIB)
     ] = 8192,
@@ -125,18 +133,33 @@ def plan(
         max_draft=0 if no_mtp or not spec.num_draft_layers else MAX_SPEC,
         expert_cache=None if expert_cache == AUTO else expert_cache,
         expert_profile=None if expert_profile is None else str(expert_profile),
+        pool_workers=None if pool_workers == AUTO else pool_workers,
+        num_groups=batch_groups,
         vram_reserve_mib=vram_reserve_mib,
         ple_io=ple_io or "ram",
     )
     is_here = vram_mib is None
-    try:
-        found, why_torch = _planned(config, spec, machine, is_here=is_here)
-    except PlanRefused:
-        if ple_io is not None or not ssd or spec.ple is None:
-            raise
-        config = replace(config, ple_io="direct")
-        found, why_torch = _planned(config, spec, machine, is_here=is_here)
-    typer.echo(report(found, machine, conversation_cache_mib, why_torch))
+    for part in _parts(config, spec, is_here=is_here):
+        if batch_groups > 1:
+            last = part.layers.stop - 1
+            typer.echo(f"stage of layers {part.first_layer} to {last}, on a device of its own:\n")
+        own = config if part.is_last else replace(config, max_draft=0)
+        try:
+            found, why_torch = _planned(own, part, machine, is_here=is_here)
+        except PlanRefused:
+            if ple_io is not None or not ssd or part.ple is None:
+                raise
+            own = replace(own, ple_io="direct")
+            found, why_torch = _planned(own, part, machine, is_here=is_here)
+        typer.echo(report(found, machine, conversation_cache_mib, why_torch))
+
+
+def _parts(config: EngineConfig, spec: ModelSpec, *, is_here: bool) -> list[ModelSpec]:
+    """What each device holds. Another machine's GPUs are taken to be there."""
+    if config.num_groups == 1:
+        return [spec]
+    check_stages(config, spec, device_of(config.device) if is_here else torch.device("cpu"))
+    return [spec.part(run) for run in split_layers(spec.num_layers, config.num_groups)]
 
 
 def _planned(

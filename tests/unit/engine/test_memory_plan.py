@@ -276,6 +276,20 @@ def test_a_prompt_chunk_beyond_the_context_is_planned_as_what_can_come(
     load_engine(config, rehearse=True).close()
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"chunk_tokens": count} for count in (1, 2, 8, 16, 33, 64)),
+        {"max_context": 17},
+        {"chunk_tokens": 8, "expert_cache": 7},
+        {"chunk_tokens": 3, "dtype": "float32"},
+    ],
+)
+def test_a_short_piece_takes_what_was_planned(changes: dict[str, Any]) -> None:
+    """What does not shrink with it: a chunk of the delta rule, and the choice of how to multiply so few rows."""
+    load_engine(EngineConfig(device="cpu", kernels="torch", **changes), rehearse=True).close()
+
+
 @pytest.mark.parametrize("heads", [(2, 1), (4, 2)])
 @pytest.mark.parametrize("max_context", [1000, 4096])
 def test_a_long_piece_at_the_end_of_a_long_context_takes_what_was_planned(

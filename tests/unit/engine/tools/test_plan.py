@@ -91,6 +91,24 @@ def test_the_torch_layers_are_planned_with_the_reason(
     assert f"{slower}{reason}\n" in planned(real, *cpu)
 
 
+def test_every_stage_of_several_gpus_is_planned(real: str) -> None:
+    text = planned(real, *GPU, "--batch", "2", "--batch-groups", "2", "--ple-io", "direct")
+    first, second = text.split("stage of layers ")[1:]
+    assert first.startswith("0 to 29") and second.startswith("30 to 47")
+    experts = [bytes_of("experts, 4 bits", stage) for stage in (first, second)]
+    assert experts == [n * 512 * 4_915_200 * 33 // 64 for n in (30, 18)]
+    assert "drafts off" in first and "drafts on" in second
+    assert "draft layer" not in first and "draft layer" in second
+    pieces = [bytes_of("streams between stages", stage) for stage in (first, second)]
+    assert pieces == [2 * 2048 * 10_240 * 2] * 2
+
+
+def test_a_pool_that_is_left_out_is_not_planned(real: str) -> None:
+    small = (*GPU, "--vram-mib", "24000", "--ple-io", "direct")
+    assert "experts' pool" in planned(real, *small)
+    assert "experts' pool" not in planned(real, *small, "--pool-workers", "0")
+
+
 def test_auto_prints_how_the_slots_came_about(real: str) -> None:
     text = planned(real, *BIG, "--ple-io", "mmap", "--vram-reserve-mib", "1600")
     found = re.search(
