@@ -282,6 +282,48 @@ def _scores(
 
 
 @triton.jit(do_not_specialize=["start", "T", "words"])
+def _list_tiles(
+    chosen,
+    tiles,
+    counts,
+    start,
+    T,
+    words,
+    stride,
+    BLOCK: tl.constexpr,
+    DENSE: tl.constexpr,
+    BM: tl.constexpr,
+    BC: tl.constexpr,
+    BW: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Grid (tiles of rows): the tiles of keys that some row attends to, rising: tiles int32 [., stride], counts [.].
+
+    A row's own end, behind its last complete block, is in no mark; rows of a short context attend to everything.
+    """
+    tile = tl.program_id(0)
+    m = tile * BM + tl.arange(0, BM)
+    wait(OVERLAP)
+    first = start + tile * BM
+    num_tiles = tl.cdiv(start + tl.minimum(tile * BM + BM, T), BC)
+    own = tl.maximum(first - BLOCK, 0) // BC
+    count = 0
+    for at in range(0, num_tiles, BW):
+        w = at + tl.arange(0, BW)
+        marks = tl.load(
+            chosen + m[:, None].to(tl.int64) * words + w[None, :],
+            mask=(m < T)[:, None] & (w < words)[None, :],
+            other=0,
+        )
+        is_marked = tl.max((marks != 0).to(tl.int32), 0) != 0
+        needed = (is_marked | (w >= own) | (first < DENSE)) & (w < num_tiles)
+        place = count + tl.cumsum(needed.to(tl.int32), 0) - 1
+        tl.store(tiles + tile * stride + place, w, mask=needed)
+        count += tl.sum(needed.to(tl.int32), 0)
+    tl.store(counts + tile, count)
+
+
+@triton.jit(do_not_specialize=["start", "T", "words"])
 def _attend(
     q,
     k_cache,
@@ -289,11 +331,14 @@ def _attend(
     k_scales,
     v_scales,
     chosen,
+    tiles,
+    counts,
     projected,
     out,
     start,
     T,
     words,
+    stride,
     scale,
     GROUP: tl.constexpr,
     A: tl.constexpr,
@@ -309,7 +354,10 @@ def _attend(
     OVERLAP: tl.constexpr,
     capacity,
 ):
-    """Grid (tiles of rows, A): out bf16 [T, A*D], gated. k_cache, v_cache: one slot's [N, capacity, D]."""
+    """Grid (tiles of rows, A): out bf16 [T, A*D], gated. k_cache, v_cache: one slot's [N, capacity, D].
+
+    tiles, counts: see _list_tiles; tiles of keys that no row attends to are left out.
+    """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
     m = tile * BM + tl.arange(0, BM)
@@ -324,7 +372,15 @@ def _attend(
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, PD], tl.float32)
     end = start + tl.minimum(tile * BM + BM, T)
-    for first in range(0, end, BC):
+    if SPARSE:
+        num_tiles = tl.load(counts + tile)
+    else:
+        num_tiles = tl.cdiv(end, BC)
+    for i in range(0, num_tiles):
+        if SPARSE:
+            first = tl.load(tiles + tile * stride + i) * BC
+        else:
+            first = i * BC
         c = first + tl.arange(0, BC)
         key = load_cells(k_cache, k_scales, base + c, d, c < end, D, KV8)
         value = load_cells(v_cache, v_scales, base + c, d, c < end, D, KV8)
@@ -355,6 +411,36 @@ def _attend(
         .to(tl.float32)
     )
     tl.store(out + (m[:, None].to(tl.int64) * A + head) * D + d[None, :], joined * gate, mask=in_q)
+
+
+def needed_tiles(
+    chosen: Tensor, start: int, num_rows: int, row_tile: int, spec: QsaSpec
+) -> tuple[Tensor, Tensor]:
+    """Of each tile of rows the tiles of keys that it attends to, int32 [tiles, most], and how many, int32 [tiles].
+
+    chosen: marks of blocks, int32 [T, words].
+    """
+    keys = 16 * spec.block_tokens
+    num_tiles = triton.cdiv(num_rows, row_tile)
+    tiles = chosen.new_empty(num_tiles, triton.cdiv(start + num_rows, keys))
+    counts = chosen.new_empty(num_tiles)
+    _list_tiles[(num_tiles,)](
+        chosen,
+        tiles,
+        counts,
+        start,
+        num_rows,
+        chosen.shape[1],
+        tiles.shape[1],
+        BLOCK=spec.block_tokens,
+        DENSE=spec.dense_tokens,
+        BM=row_tile,
+        BC=keys,
+        BW=64,
+        OVERLAP=LAUNCH.overlap,
+        **LAUNCH.options(4, 1),
+    )
+    return tiles, counts
 
 
 def attend_chunk(
@@ -401,15 +487,18 @@ def attend_chunk(
     out = q.new_empty(num_rows, spec.num_heads * spec.head_dim)
     dim = max(16, triton.next_power_of_2(spec.head_dim))
     tile = 128 if dim > 64 else 64
+    needed = needed_tiles(chosen, start, num_rows, tile, spec) if sparse else (chosen, chosen)
     _attend[(triton.cdiv(num_rows, tile), spec.num_heads)](
         q,
         *(cells[slot] for cells in cells_of(state, layer)),
         chosen,
+        *needed,
         projected,
         out,
         start,
         num_rows,
         triton.cdiv(num_blocks, 16),
+        needed[0].shape[-1],
         spec.head_dim**-0.5,
         GROUP=spec.num_heads // spec.num_kv_heads,
         A=spec.num_heads,
