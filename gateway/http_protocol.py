@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 from functools import partial
 from http import HTTPStatus
-from typing import TYPE_CHECKING, ClassVar
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -13,15 +12,9 @@ from gateway.bare_refusal import (
     MALFORMED,
     bare_refusal,
     drop_connection,
-    has_answer_to_end,
-    is_amid_answer,
 )
-from gateway.heads import LATE, HeadWatch, PendingHeads
 from gateway.stream import ABORT, HANG_UP, WRITE
-
-if TYPE_CHECKING:
-    import asyncio
-
+from gateway.watched_protocol import WatchedProtocol
 
 MAX_HEADER_BYTES = 64 * 1024
 
@@ -32,25 +25,12 @@ _TOO_LARGE = bare_refusal(
 )
 
 
-class BoundedHttpProtocol(HttpToolsProtocol):
+class BoundedHttpProtocol(WatchedProtocol, HttpToolsProtocol):
     """One connection."""
 
-    heads: ClassVar[PendingHeads]
     _in_headers = True
     """Between requests as well: what comes then begins the next one."""
     _header_bytes = 0
-    _head: HeadWatch
-
-    def connection_made(  # pyright: ignore[reportIncompatibleMethodOverride] - as uvicorn has it
-        self, transport: asyncio.Transport
-    ) -> None:
-        super().connection_made(transport)
-        self._head = HeadWatch(self.heads, self.loop, self._head_is_late)
-        self._head.connected()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._head.arrived()
-        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         # The parser keeps an unfinished header itself, so bytes are counted before it sees them. A read is at most
@@ -78,14 +58,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_message_complete()
         self._in_headers, self._header_bytes = True, 0
 
-    def _head_is_late(self) -> None:
-        if has_answer_to_end(self.cycle):
-            self._head.again()
-        elif self._head.has_begun:
-            self._refuse(LATE)
-        else:
-            self.transport.close()
-
     def _write_now(self, data: bytes) -> bool:
         """A WriteNow: a chunk of the transfer coding that uvicorn gives every answer without a length."""
         if self.flow.write_paused:
@@ -109,10 +81,3 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         del msg
         self._refuse(MALFORMED)
-
-    def _refuse(self, answer: bytes) -> None:
-        if self.transport.is_closing():
-            return
-        if not is_amid_answer(self.cycle):
-            self.transport.write(answer)
-        self.transport.close()
